@@ -13,12 +13,12 @@ def test_grpo_divides_by_the_sample_deviation():
     assert got.tolist() == pytest.approx([0.8660254, -0.8660254, -0.8660254, 0.8660254], abs=1e-6)
 
 
-def test_grpo_without_deviation_only_centers():
+def test_grpo_without_scaling_only_centers_the_rewards():
     got = group_advantages(torch.tensor([3.0, 0.0, 0.0, 1.0]), ONE_GROUP, scale=Scale.none)
     assert got.tolist() == pytest.approx([2.0, -1.0, -1.0, 0.0])
 
 
-def test_groups_are_distinguished_in_any_order():
+def test_grpo_finds_the_groups_if_their_rewards_are_interleaved():
     rewards, groups = torch.tensor([1.0, 10.0, 3.0, 30.0]), torch.tensor([7, 2, 7, 2])
     got = group_advantages(rewards, groups, scale=Scale.std)
     assert got.tolist() == pytest.approx([-(0.5**0.5), -(0.5**0.5), 0.5**0.5, 0.5**0.5])
@@ -32,12 +32,12 @@ def test_equal_rewards_give_exact_zeros(scale, reward):
     )
 
 
-def test_a_small_difference_between_large_rewards_is_kept():
+def test_large_rewards_with_a_small_difference_give_correct_advantages():
     got = group_advantages(torch.tensor([1e6, 1e6 + 1]), torch.zeros(2, dtype=torch.int64), scale=Scale.std)
     assert got.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
-def test_one_sample_has_no_deviation():
+def test_scaling_by_the_deviation_refuses_a_group_of_one_sample():
     with pytest.raises(ValueError, match="samples_per_prompt"):
         group_advantages(torch.tensor([1.0]), torch.tensor([0]), scale=Scale.std)
 
@@ -85,8 +85,8 @@ def test_every_estimator_has_golden_numbers():
     marks = test_each_estimator_gives_its_golden_numbers.pytestmark  # type: ignore[attr-defined]
     assert sorted(name for name, _ in marks[0].args[1]) == OUTCOME_NAMES
     assert set(ADVANTAGES.names()) - set(OUTCOME_NAMES) == {
-        *("gae", "reinforce_plus_plus"),  # test_token_advantages.py tests these
-        *("turn_gae", "turn_grpo", "turn_grpo_no_std"),  # test_turn_advantages.py tests these
+        *("gae", "reinforce_plus_plus"),  # test_token_advantages.py tests these estimators
+        *("turn_gae", "turn_grpo", "turn_grpo_no_std"),  # test_turn_advantages.py tests these estimators
     }
 
 
@@ -95,7 +95,7 @@ def test_equal_rewards_give_zero_advantages_for_every_estimator(name):
     assert ADVANTAGES.get(name)(torch.full((4,), 0.1), TWO_GROUPS).tolist() == [0.0] * 4
 
 
-def test_remax_compares_with_the_greedy_response_that_ends_each_group():
+def test_remax_subtracts_the_reward_of_the_greedy_response_of_each_group():
     rewards, groups = torch.tensor([1.0, 0.25, 0.0, 0.0, 1.0, 0.5]), torch.tensor([7, 7, 7, 2, 2, 2])
     assert ADVANTAGES.get("remax")(rewards, groups).tolist() == [1.0, 0.25, 0.0, -0.5, 0.5, 0.0]
     interleaved = torch.tensor([7, 2, 7, 2, 7, 2])
@@ -111,7 +111,7 @@ def test_advantages_of_a_group_sum_to_zero(rewards):
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus_baseline"])
-def test_noise_in_equal_rewards_does_not_become_advantages(name):
+def test_rounding_noise_in_equal_rewards_does_not_become_advantages(name):
     rewards = torch.tensor([0.5, 0.5 + 1e-7, 0.5, 0.5 + 2e-7])
     got = ADVANTAGES.get(name)(rewards, torch.zeros(4, dtype=torch.int64))
     assert got.abs().max() < 2e-3

@@ -74,8 +74,11 @@ def chosen(shape: AttentionShape | None = None) -> AttentionKernel:
     return first_right(KERNELS, CPU, torch.bfloat16, shape or AttentionShape())
 
 
-def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(install, caplog):
-    """The wheel has only flash_attn/cute. So ``import flash_attn`` succeeds, but this package has no functions."""
+def test_flash_attn_4_is_not_mistaken_for_flash_attn_2(install, caplog):
+    """The wheel of flash-attn-4 has only the folder flash_attn/cute.
+
+    So ``import flash_attn`` succeeds, but the package has no functions.
+    """
     install(flash_attn_4="from .interface import flash_attn_func, flash_attn_varlen_func\n")
     assert importlib.util.find_spec("flash_attn") is not None
     assert chosen() is AttentionKernel.sdpa
@@ -88,7 +91,7 @@ def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(inst
 
 
 @pytest.mark.skipif(not WHEEL, reason="FLASH_ATTN_4_WHEEL does not name the wheel of flash-attn-4")
-def test_the_real_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(install, tmp_path, caplog):
+def test_the_real_wheel_of_flash_attn_4_is_not_mistaken_for_flash_attn_2(install, tmp_path, caplog):
     with zipfile.ZipFile(WHEEL) as wheel:
         wheel.extractall(tmp_path)
     install()
@@ -112,7 +115,7 @@ def test_the_fastest_correct_kernel_is_selected(install, shape):
     ("fault", "said"),
     [
         ("softmax_scale *= 1.2", "differs from attention in float32 by"),
-        ("q = q.detach()", "cannot run here"),  # no gradient
+        ("q = q.detach()", "cannot run here"),  # the output then has no gradient
         ("raise RuntimeError('no kernel image is available')", "no kernel image is available"),
         ("cu_seqlens_q = cu_seqlens_k = cu_seqlens_q[[0, -1]]", "differs from attention in float32 by"),
         ("return q * float('nan')", "cannot run here|differs from"),
@@ -124,7 +127,7 @@ def test_the_fastest_correct_kernel_is_selected(install, shape):
         ("softcap = 0.0", "differs from attention in float32 by"),
     ],
 )
-def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(install, fault, said):
+def test_auto_skips_a_kernel_with_wrong_results_and_an_explicit_choice_is_refused(install, fault, said):
     shape = AttentionShape(has_window=True, soft_cap=0.7)
     install(flash_attn_3=FLASH_ATTN.format(fault=fault), flash_attn=FLASH_ATTN.format(fault=RIGHT))
     assert chosen(shape) is FA2
@@ -133,7 +136,7 @@ def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(install, fau
 
 
 @pytest.mark.parametrize(("capability", "first"), [((8, 0), FA2), ((9, 0), FA3), ((10, 0), FA4), ((12, 0), FA4)])
-def test_the_order_of_kernels_follows_the_gpu(capability, first, monkeypatch):
+def test_the_order_of_kernels_depends_on_the_gpu(capability, first, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     order = attention_kernels.fastest_first(CUDA)
     assert order[0] is first
@@ -141,13 +144,13 @@ def test_the_order_of_kernels_follows_the_gpu(capability, first, monkeypatch):
 
 
 @pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CPU, torch.float32), (CUDA, torch.float32)])
-def test_auto_is_sdpa_on_the_cpu_and_in_float32(device, dtype):
+def test_auto_selects_sdpa_on_the_cpu_and_for_float32(device, dtype):
     assert attention_kernel(AttentionKernel.auto, device, dtype) is AttentionKernel.sdpa
 
 
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize(("window", "cap", "value_dim"), [(None, None, 8), (7, None, 8), (7, 0.5, 8), (None, None, 6)])
-def test_a_flash_attn_interface_computes_what_sdpa_computes(install, shares, window, cap, value_dim):
+def test_a_kernel_with_the_flash_attn_interface_computes_what_sdpa_computes(install, shares, window, cap, value_dim):
     install(flash_attn_4=FLASH_ATTN.format(fault=RIGHT))
     outputs = both_outputs(FA4, CPU, torch.float32, shares, window, cap, value_dim)
     torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
@@ -155,7 +158,7 @@ def test_a_flash_attn_interface_computes_what_sdpa_computes(install, shares, win
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 7, 200])
-def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
+def test_attention_in_blocks_equals_attention_with_a_dense_mask(window, has_sinks):
     """The longest sequence needs several blocks of queries."""
     lengths = (300, 290, 20)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
@@ -182,7 +185,7 @@ def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
 
 
 @pytest.mark.parametrize(("window", "has_sinks"), [(7, False), (None, True)])
-def test_sdpa_gets_a_mask_only_with_keys_for_every_head(window, has_sinks, monkeypatch):
+def test_sdpa_with_a_mask_gets_one_key_head_per_query_head(window, has_sinks, monkeypatch):
     """SDPA on CUDA stores the weights of all token pairs if it gets a mask and fewer key heads than query heads."""
     calls = []
 
@@ -207,7 +210,7 @@ def test_sdpa_gets_a_mask_only_with_keys_for_every_head(window, has_sinks, monke
         (CPU, torch.float32, 64, True),
     ],
 )
-def test_kernels_without_grouped_queries_get_keys_for_every_head(device, dtype, head_dim, takes, monkeypatch):
+def test_kernels_without_grouped_queries_get_one_key_head_per_query_head(device, dtype, head_dim, takes, monkeypatch):
     assert attention.takes_fewer_keys(device, dtype, head_dim) == takes
     monkeypatch.setattr(attention, "takes_fewer_keys", lambda *_: takes)
     heads = []
@@ -232,7 +235,7 @@ def both_outputs(
     value_dim: int,
 ) -> list[Tensor]:
     """Compute the same attention twice: with the kernel ``kernel``, and with SDPA."""
-    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second sequence shares ten tokens
+    shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # two sequences share ten tokens
     num_tokens, outputs = (76 if shares else 86), []
     sizes = ((8, 64), (2, 64), (2, 64)) if value_dim > 8 else ((8, 8), (2, 8), (2, value_dim))
     q, k, v = (torch.randn(1, heads, num_tokens, size, device=device, dtype=dtype) for heads, size in sizes)
@@ -244,7 +247,7 @@ def both_outputs(
 
 
 @pytest.mark.parametrize("kernel", [AttentionKernel.flash_attn, AttentionKernel.torch_varlen])
-def test_a_kernel_that_cannot_run_is_refused_by_name(kernel):
+def test_an_explicit_choice_of_a_kernel_that_cannot_run_is_refused(kernel):
     with pytest.raises(ValueError, match=rf"learner\.attention={kernel} needs CUDA.*use learner\.attention=auto"):
         attention_kernel(kernel, CPU, torch.float32)
     assert attention_kernel(AttentionKernel.sdpa, CPU, torch.float32) is AttentionKernel.sdpa

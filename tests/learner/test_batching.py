@@ -56,13 +56,13 @@ def long_tailed_plan(num_groups: int, samples: int, seed: int) -> Plan:
     return Plan(version=4, groups=[summary(10 + i, tuple(row.tolist())) for i, row in enumerate(lengths)])
 
 
-def test_differencing_balances_as_in_the_paper():
+def test_karmarkar_karp_gives_the_partition_of_the_paper():
     parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
 
 
 @given(sizes=st.lists(st.integers(0, 100), max_size=30), num_parts=st.integers(1, 6))
-def test_parts_hold_every_item_once_and_are_balanced(sizes, num_parts):
+def test_karmarkar_karp_assigns_every_item_once_and_balances_the_parts(sizes, num_parts):
     parts = karmarkar_karp(sizes, num_parts)
     assert len(parts) == num_parts
     assert sorted(index for part in parts for index in part) == list(range(len(sizes)))
@@ -72,13 +72,13 @@ def test_parts_hold_every_item_once_and_are_balanced(sizes, num_parts):
 
 @pytest.mark.parametrize("num_shards", [2, 16, 32])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_with_eight_sequences_per_rank_no_rank_is_five_percent_above_the_mean(num_shards, seed):
+def test_with_eight_sequences_per_rank_no_rank_costs_five_percent_more_than_the_mean(num_shards, seed):
     plan = long_tailed_plan(32, 8, seed)
     table = loads(plan, split(plan, num_shards))
     assert table.max() <= max(1.05 * table.mean(), largest_sample(plan))
 
 
-def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds():
+def test_eight_thousand_sequences_are_split_over_a_thousand_ranks_within_seconds():
     plan = long_tailed_plan(1024, 8, seed=0)
     start = time.process_time()
     table = loads(plan, split(plan, 1024))
@@ -88,7 +88,7 @@ def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds():
 
 @settings(max_examples=60)
 @given(st.data())
-def test_balance_holds_for_any_lengths_with_eight_sequences_per_rank(data):
+def test_ranks_with_eight_sequences_are_balanced_for_any_lengths(data):
     num_shards, samples = data.draw(st.integers(1, 8)), data.draw(st.sampled_from([1, 2, 4, 8]))
     num_mini_batches = data.draw(st.integers(1, 2))
     num_groups = num_shards * num_mini_batches * 8 // samples * data.draw(st.integers(1, 2))
@@ -99,7 +99,7 @@ def test_balance_holds_for_any_lengths_with_eight_sequences_per_rank(data):
     assert table.max() <= 1.05 * table.mean()
 
 
-def test_groups_are_split_only_if_whole_groups_are_not_balanced():
+def test_groups_are_split_only_if_whole_groups_cannot_balance_the_ranks():
     even = Plan(version=0, groups=[summary(i, (100,) * 4) for i in range(8)])
     assert all(len(share.samples) == 4 for batch in split(even, 4) for share in batch.shares)
     uneven = Plan(version=0, groups=[summary(0, (4000, 100, 100, 100)), *even.groups[1:]])
@@ -109,7 +109,7 @@ def test_groups_are_split_only_if_whole_groups_are_not_balanced():
     assert all(len(share.samples) == 4 for batch in whole for share in batch.shares)
 
 
-def test_a_split_holds_every_sample_once_with_its_reward():
+def test_a_split_contains_every_sample_once_with_its_reward():
     plan = long_tailed_plan(6, 4, seed=3)
     batches = split(plan, 5)
     rewards = {key: reward for batch in batches for key, reward in batch.rewards.items()}
@@ -120,7 +120,7 @@ def test_a_split_holds_every_sample_once_with_its_reward():
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
-def test_a_group_with_a_reward_that_is_not_finite_is_left_out_whole(num_shards):
+def test_a_group_with_a_non_finite_reward_is_left_out_completely(num_shards):
     rewards = {1: (1.0, math.nan), 2: (0.0, 1.0), 3: (math.inf, 0.0), 4: (0.5, 0.5)}
     plan = Plan(version=1, groups=[summary(index, (3, 4), values) for index, values in rewards.items()])
     batches = split(plan, num_shards, num_mini_batches=2)
@@ -154,7 +154,7 @@ def test_a_sequence_of_an_unknown_mini_batch_is_refused():
         split_sequences([sequence], 2)
 
 
-def test_the_length_penalty_grows_over_the_buffer():
+def test_the_length_penalty_grows_over_the_last_tokens_before_the_limit():
     lengths = np.array([6, 7, 8, 10, 12])
     assert overlong_penalty(lengths, max_tokens=10, buffer_tokens=4).tolist() == [0.0, -0.25, -0.5, -1.0, -1.0]
     assert overlong_penalty(lengths, max_tokens=10, buffer_tokens=0).tolist() == [0.0, 0.0, 0.0, -1.0, -1.0]

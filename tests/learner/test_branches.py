@@ -52,7 +52,10 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 def by_trajectory(model_path: str) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Return transformers' model and a list. For each trajectory: policy log-probs, behavior log-probs, advantage."""
+    """Return a pair: the model of transformers, and a list with one tuple per trajectory.
+
+    The tuple contains the policy log-probs, the behavior log-probs and the advantage.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     parts: dict = {key: ([], []) for key in ADVANTAGE}
     for sequence in group_sequences(GROUP):
@@ -102,7 +105,7 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     assert got["grad_norm"] == pytest.approx(norm_of(model, expected), rel=1e-4)
 
 
-def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
+def test_the_sequence_importance_weight_covers_the_whole_trajectory(model_path):
     _, trajectories = by_trajectory(model_path)
     weights = [float((own.detach() - was).sum().exp().clamp(max=2.0)) for own, was, _ in trajectories]
     expected = sum(w * len(own) for w, (own, _, _) in zip(weights, trajectories, strict=True)) / 16
@@ -121,7 +124,7 @@ def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
         AlgorithmConfig(loss=f"{__file__}:own_loss"),
     ],
 )
-def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(algorithm, model_path):
+def test_losses_of_whole_trajectories_refuse_branches_that_exceed_a_micro_batch(algorithm, model_path):
     trainer = Trainer(replace(CONFIG, max_tokens_per_micro_batch=10), model_path=model_path, total_updates=1)
     # The branches have 9, 8 and 5 tokens. The second branch shares 6 tokens with the first branch.
     # The second branch does not share the token that predicts its first loss token.
@@ -130,10 +133,10 @@ def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajec
 
 
 def own_loss(inputs, config):
-    raise AssertionError("the loss must be refused before a call")
+    raise AssertionError("the loss must be refused before it is called")
 
 
-def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajectories(tmp_path):
+def test_losses_of_whole_trajectories_refuse_a_model_that_runs_sequences_separately(tmp_path):
     path = save_tiny_model(tmp_path / "model", "rwkv", initializer_range=0.3)
     trainer = Trainer(CONFIG, model_path=path, total_updates=1)
     with pytest.raises(ValueError, match="one sequence at a time"):
@@ -143,7 +146,7 @@ def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajec
     assert policy_step(trainer, AlgorithmConfig()).run(with_advantages(group_sequences(GROUP)))["num_tokens"] == 16
 
 
-def test_mask_truncated_reads_only_the_last_branch_of_a_trajectory():
+def test_mask_truncated_depends_only_on_the_last_branch_of_a_trajectory():
     def masks(*reasons: FinishReason) -> list[int]:
         turns = (PROMPT, sampled(2, 0), sampled(3, 1, reasons[0]), sampled(4, 1, reasons[1]))
         group = TrajectoryGroup.from_trajectories([Trajectory(turns=turns, reward=0.0)], group_id=0, attempt=0)
@@ -180,7 +183,7 @@ def test_a_serialized_summary_has_branches_only_for_branching_trajectories():
     assert (chain.summary.branch_tokens, chain.summary.num_branches) == ((), ())
 
 
-def test_an_adaptive_coefficient_follows_trajectories_not_branches():
+def test_the_adaptive_kl_coefficient_counts_trajectories_not_branches():
     mesh = open_mesh(LearnerConfig(device=Device.cpu))
     algorithm = AlgorithmConfig(
         advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10, samples_per_prompt=2
@@ -213,7 +216,7 @@ def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn():
     advantages = BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu)))
     rewards = {(7, sample): reward for sample, reward in enumerate(group.summary.rewards)}
     assigned, _ = advantages.assign(group_sequences(group), rewards)
-    outcome = 1.0 + 0.5  # the reward of an observation adds to the outcome
+    outcome = 1.0 + 0.5  # the reward of an observation is added to the outcome
     first, second, third, _ = (s.columns["returns"][s.loss_mask].tolist() for s in assigned)
     assert first == pytest.approx(
         [0.5 * (0.25 + 0.125 * outcome), 0.25 + 0.125 * outcome, *(outcome * d for d in (0.25, 0.5, 1))]

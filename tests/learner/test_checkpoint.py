@@ -36,7 +36,7 @@ from tests.support.whole_weights import assert_weights_equal, weights_of
 
 def trainer_of(model_path: str, num_ranks: int = 1, **options: Any) -> Trainer:
     optimizer = OptimizerConfig(lr=1e-3, schedule=Schedule.linear, warmup_steps=1, eps=1e-4)
-    options |= {"num_ranks": num_ranks, "device": Device.cpu, "skip_selftest": "test_selftest.py is about it"}
+    options |= {"num_ranks": num_ranks, "device": Device.cpu, "skip_selftest": "test_selftest.py tests it"}
     config = LearnerConfig(optimizer=optimizer, **options)
     return Trainer(config, model_path=model_path, total_updates=8)
 
@@ -89,7 +89,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_experts", [0, 3])
-def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts, model_path, tmp_path):
+def test_ranks_resume_bit_for_bit_and_load_checkpoints_of_another_layout(num_experts, model_path, tmp_path):
     """Two ranks cannot divide three experts equally, so they shard the rows of each expert."""
     if num_experts:
         model_path = save_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=num_experts)
@@ -144,18 +144,18 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # files of the crashed save do not matter
+    assert checkpointer.save(2).name == "v00000002"  # the files of the crashed save are ignored
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
-def test_only_the_last_checkpoints_are_kept(checkpointer, tmp_path):
+def test_only_the_newest_checkpoints_are_retained(checkpointer, tmp_path):
     assert checkpointer.latest() is None
     for version in (9, 10, 11):
         checkpointer.save(version, keep=2)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000010", "v00000011"]
 
 
-def test_the_parts_of_a_checkpoint_go_together_and_only_after_a_newer_whole_one(checkpointer, tmp_path):
+def test_a_checkpoint_and_its_parts_are_removed_only_after_a_newer_complete_one(checkpointer, tmp_path):
     def found():
         return sorted(str(path.relative_to(tmp_path / "c")) for path in (tmp_path / "c").glob("**/v*"))
 
@@ -185,7 +185,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # wait for the writing thread
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # wait for the thread that writes
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -194,7 +194,7 @@ def test_a_background_save_completes_without_another_call(checkpointer, tmp_path
     assert (progress.version, progress.num_ranks, progress.run) == (3, 1, {"prompts": {"position": 9}})
 
 
-def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(checkpointer, tmp_path, monkeypatch):
+def test_the_next_call_raises_the_error_of_a_background_save_on_a_full_disk(checkpointer, tmp_path, monkeypatch):
     checkpointer.save(1)
 
     def full(*_: object) -> None:
@@ -207,7 +207,7 @@ def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(checkpointer
     assert checkpointer.latest() == tmp_path / "c" / "v00000001"
 
 
-def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(checkpointer, tmp_path):
+def test_a_crash_between_renames_or_during_a_removal_leaves_complete_checkpoints(checkpointer, tmp_path):
     final = checkpointer.save(4)
     final.rename(final.with_name(f".{final.name}.replaced"))
     assert newest_checkpoint(tmp_path / "c") == final
@@ -217,8 +217,8 @@ def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(c
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000004", "v00000005"]
 
 
-def test_a_command_that_reads_the_folder_does_not_stop_a_save_of_an_existing_version(tmp_path, monkeypatch):
-    """A save first renames the old checkpoint. A command reads the folder before the new checkpoint has its name."""
+def test_a_save_of_an_existing_version_succeeds_while_a_command_reads_the_folder(tmp_path, monkeypatch):
+    """A save first renames the old checkpoint. Then a command reads the folder before the new one is in place."""
     final = tmp_path / "v00000004"
     rename = Path.rename
 
@@ -263,11 +263,11 @@ def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path,
     assert_weights_equal(weights_of(trainer), weights_of(trainer_of(model_path)))
     checkpointer.save(3)
     assert checkpointer.latest() == tmp_path / "c" / "v00000003"
-    assert {path.name for path in (tmp_path / "c").iterdir()} == {"v00000001", "v00000003"}  # nothing unfinished
+    assert {path.name for path in (tmp_path / "c").iterdir()} == {"v00000001", "v00000003"}  # no partial folder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_an_exported_checkpoint_is_the_policy_that_was_saved(family, tmp_path):
+def test_an_exported_checkpoint_equals_the_saved_policy(family, tmp_path):
     path = save_tiny_model(tmp_path / "model", family)
     trainer = trainer_of(path)
     step(trainer, 0)
@@ -300,7 +300,7 @@ def test_an_export_reads_one_layer_at_a_time(checkpointer, tmp_path, monkeypatch
         assert all(layer in name for name in names)
 
 
-def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
+def test_saving_before_the_first_update_does_not_change_training(model_path, tmp_path):
     """A checkpoint during the critic's warm-up contains a policy that has not been updated."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
@@ -331,7 +331,7 @@ def hide_code_in_metadata(part: Path, mark: Path) -> None:
 
 def hide_code_in_random_state(part: Path, mark: Path) -> None:
     torch.save({"torch": RunsCode(mark)}, part)
-    part.with_name("digests_0.json").unlink()  # an attacker could write digests that match
+    part.with_name("digests_0.json").unlink()  # an attacker could write matching digests
 
 
 def change_a_byte(part: Path, mark: Path) -> None:
@@ -360,7 +360,7 @@ EXPORTED_ANYWAY = (*RANDOM_STATES, "another-record")  # an export does not need 
 
 
 @pytest.mark.parametrize("wrong", WRONG_PARTS)
-def test_a_wrong_part_of_a_checkpoint_is_named_and_its_code_does_not_run(wrong, checkpointer, tmp_path, capsys):
+def test_the_error_names_a_wrong_part_of_a_checkpoint_and_its_code_does_not_run(wrong, checkpointer, tmp_path, capsys):
     (part, damage, words), mark = WRONG_PARTS[wrong], tmp_path / "mark"
     broken = checkpointer.save(1)
     damage(broken / part, mark)
@@ -406,7 +406,7 @@ class PropertiesWith:
         return TensorProperties, (), self.state
 
 
-def test_a_checkpoint_that_an_early_python_3_11_wrote_is_read(checkpointer):
+def test_a_checkpoint_written_by_an_early_python_3_11_is_loaded(checkpointer):
     path = checkpointer.save(1)
     with_memory_format(path, PickledByAttribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
     assert checkpointer.load(path) == 1
@@ -415,7 +415,7 @@ def test_a_checkpoint_that_an_early_python_3_11_wrote_is_read(checkpointer):
         checkpointer.load(path)
 
 
-def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(checkpointer, tmp_path, caplog):
+def test_a_pickled_random_state_is_not_read(checkpointer, tmp_path, caplog):
     mark = tmp_path / "mark"
     old = checkpointer.save(1)
     (old / "random_0.pt").unlink()
@@ -426,7 +426,7 @@ def test_a_random_state_that_is_a_pickle_starts_anew_and_is_not_read(checkpointe
     assert not mark.exists()
 
 
-def test_a_value_of_a_checkpoint_that_is_code_is_refused_and_does_not_run(tmp_path):
+def test_code_in_a_value_of_a_checkpoint_is_refused_and_does_not_run(tmp_path):
     mark = tmp_path / "mark"
     state_dict_saver.save({"value": RunsCode(mark), "plain": (1, "a")}, checkpoint_id=tmp_path / "c", no_dist=True)
     with pytest.raises(CheckpointException, match="Weights only load failed"):

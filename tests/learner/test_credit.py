@@ -41,7 +41,7 @@ def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
 
 
 def numbered(sequences: list[TokenSequence], groups: list[int]) -> list[TokenSequence]:
-    """Return the sequences as trajectories of groups, in order."""
+    """Return the sequences with trajectory ids. ``groups`` has the group id of each sequence."""
     keys = [(group, groups[:index].count(group)) for index, group in enumerate(groups)]
     return [replace(one, trajectory=key) for one, key in zip(sequences, keys, strict=True)]
 
@@ -81,7 +81,7 @@ def test_gae_skips_environment_tokens_and_places_the_outcome_at_the_last_policy_
     assert got[0].columns["advantages"][[0, 3, 4]].tolist() == [0.0] * 3
 
 
-def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum():
+def test_outcome_estimators_subtract_the_summed_kl_penalty_from_the_reward():
     sequences = [
         sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5]),  # KL 1 + 0 + 0.5
         sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-0.5]),  # KL -0.5
@@ -93,7 +93,7 @@ def test_a_kl_penalty_in_the_rewards_reaches_outcome_estimators_as_a_sum():
     assert metrics == pytest.approx({"reward_kl": 1.0 / 4, "kl_reward_coef": 0.2})
 
 
-def test_a_kl_penalty_in_the_rewards_is_subtracted_per_token():
+def test_token_estimators_subtract_the_kl_penalty_per_token():
     one = sequence(MULTI_TURN, behavior_logprobs=[-1, -1, -2], reference_logprobs=[-2, -1, -2.5])
     got, _ = assign(
         computed_by(advantage="gae", whiten_advantages=False, kl_reward_coef=0.2, gamma=0.5), [one], [1.0], [0]
@@ -105,7 +105,7 @@ def test_a_kl_penalty_in_the_rewards_is_subtracted_per_token():
     assert of_tokens(squared[0], "returns") == pytest.approx([-0.2 * (0.5 + 0.125), -0.2 * 0.125, -0.2 * 0.125])
 
 
-def test_an_adaptive_coefficient_changes_after_the_step_that_used_it():
+def test_the_adaptive_kl_coefficient_changes_after_the_step_that_uses_it():
     one = sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-3])
     assigner = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
     seen = [assign(assigner, [one, one], [0.0, 0.0], [0, 0])[1]["kl_reward_coef"] for _ in range(2)]
@@ -164,14 +164,14 @@ def one_column(batch, config):
         ("one_column", r"per turn, of shape \[4\], got \[4, 1\]"),
     ],
 )
-def test_an_own_estimator_returns_one_number_for_each_trajectory_token_or_turn(function, words):
+def test_a_custom_estimator_must_return_one_number_per_trajectory_token_or_turn(function, words):
     advantages = computed_by(advantage=f"{__file__}:{function}")
     with pytest.raises(ValueError, match=f"algorithm.advantage must return a tensor with one number {words}"):
         assign(advantages, [sequence(MULTI_TURN), sequence(MULTI_TURN)], [1.0, 0.0], [1, 1])
 
 
 def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict, dict[str, float]]]:
-    """Return the advantages of this rank's sequences by estimator, and then by trajectory."""
+    """Return a pair per estimator: the advantages of this rank's sequences by trajectory, and the metrics."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]
@@ -189,7 +189,7 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
 
 
 def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
-    """Return the advantages of this rank's sequences. Groups 1 and 3 have another data source and another estimator."""
+    """Return the advantages of this rank's sequences. Groups 1 and 3 have the data source b with its own estimator."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]
@@ -203,7 +203,7 @@ def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
 
 
 @pytest.mark.long
-def test_each_data_source_has_its_estimator_over_its_own_groups_on_any_ranks():
+def test_each_data_source_has_its_own_estimator_on_any_number_of_ranks():
     sequences, rewards = random_batch()
     want = {}
     for parity, name in ((0, "leave_one_out_batch"), (1, "reinforce_plus_plus_baseline")):
@@ -216,7 +216,7 @@ def test_each_data_source_has_its_estimator_over_its_own_groups_on_any_ranks():
 
 
 @pytest.mark.parametrize("options", [{"advantage_by_source": {"a": "gae"}}, {"advantage": "remax"}])
-def test_estimators_that_cannot_be_of_one_source_are_refused_by_name(options: dict):
+def test_estimators_that_cannot_apply_to_one_data_source_are_refused(options: dict):
     with pytest.raises(ValueError, match="advantage_by_source needs estimators with one reward per trajectory"):
         AlgorithmConfig(**{"advantage_by_source": {"a": "rloo"}, **options})
 
@@ -226,7 +226,7 @@ def assign_all(dp_size: int, splits: list[list[list[int]]]) -> list[dict]:
 
 
 @pytest.mark.long
-def test_two_ranks_give_the_advantages_of_one_process_also_for_split_groups_and_an_empty_rank():
+def test_two_ranks_compute_the_advantages_of_one_process_for_any_split_of_the_groups():
     (alone,) = assign_all(1, [[list(range(12))]])
     splits = [
         [[8, 7, 6, 0, 1, 2], [3, 4, 5, 9, 10, 11]],

@@ -92,7 +92,7 @@ def test_scores_equal_a_plain_forward_at_the_last_token(tmp_path, family):
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [family for family in TRAINED_FAMILIES if family not in FAMILIES])
-def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbone(tmp_path, family):
+def test_critic_and_reward_model_of_every_family_have_a_linear_head_on_the_backbone(tmp_path, family):
     path = save_tiny_model(tmp_path / "causal", family, initializer_range=0.3)
     critic = PackedModel(CONFIG, CRITIC, model_path=path)
     head = critic.pretrained.score
@@ -110,7 +110,7 @@ def test_critic_and_reward_model_of_every_family_are_a_linear_head_on_its_backbo
         assert len(outputs) == 2 or outputs.std() > 0.1
 
 
-def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path):
+def test_a_critic_loads_the_part_of_its_head_that_was_saved(tmp_path):
     critic = PackedModel(CONFIG, CRITIC, model_path=save_tiny_model(tmp_path / "causal")).pretrained
     torch.nn.init.ones_(critic.score.weight)
     critic.score.bias = None
@@ -120,7 +120,7 @@ def test_a_critic_keeps_the_part_of_its_head_that_the_path_has(tmp_path):
     assert again.score.bias.tolist() == [0.0]
 
 
-def test_a_sequence_above_a_roles_own_token_budget_names_the_option_of_the_role(tmp_path):
+def test_the_error_for_a_too_long_sequence_names_the_option_of_the_role(tmp_path):
     path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
     own = replace(CONFIG, critic=replace(CONFIG.critic, max_tokens_per_micro_batch=3)).of_role("critic")
     for config, option in ((own, "learner.critic.max"), (replace(CONFIG, max_tokens_per_micro_batch=3), "learner.max")):
@@ -149,7 +149,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path)
 
 
 @pytest.mark.long
-def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path):
+def test_the_critic_learns_rewards_that_depend_only_on_the_prompt(tmp_path):
     """As in a run, each step computes values, then returns from the values and the outcomes, then makes an update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
@@ -181,11 +181,11 @@ def test_a_critic_with_several_labels_is_refused(tmp_path):
         PackedModel(CONFIG, CRITIC, model_path=str(tmp_path / "three"))
 
 
-def test_the_value_loss_is_clipped_as_worked_by_hand():
+def test_the_clipped_value_loss_has_golden_numbers():
     values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
-    # The loss uses the larger of two squared errors: that of the value, and that of the clipped value.
+    # The loss uses the larger of two squared errors: the error of the value, and the error of the clipped value.
     # The first value counts as clipped: (1 - 2)² is less than (0.2 - 2)². Values 2 and 3 are inside the bounds.
     # The last value does not count as clipped: (-3 - 1)² is more than (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
@@ -198,7 +198,7 @@ def test_the_value_loss_is_clipped_as_worked_by_hand():
 
 
 def test_a_value_inside_the_interval_is_never_counted_as_clipped():
-    """In floating point, old + (new - old) can differ from new in the last bit. The value must not count as clipped."""
+    """In floating point, old + (new - old) can differ from new in the last bit. This must not count as clipped."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)
@@ -210,8 +210,10 @@ def test_a_value_inside_the_interval_is_never_counted_as_clipped():
 
 
 def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
-    """Make two updates. Returns three things: their metrics, the new weights, the values of this rank's sequences."""
-    trainer, step = critic_of(path, replace(config, skip_selftest="one load is tested above"), total_updates=2)
+    """Make two updates. Returns three results: metrics, new weights, and the values of this rank's sequences."""
+    trainer, step = critic_of(
+        path, replace(config, skip_selftest="other tests check the loaded model"), total_updates=2
+    )
     sequences = with_returns(random_sequences(num_sequences))
     share = share_of(trainer, sequences)
     metrics = [step.make_updates(share) for _ in range(2)]
@@ -234,7 +236,7 @@ def assert_same(got: tuple, want: tuple) -> None:
     assert_weights_equal(got[1], want[1], atol=2e-5)
 
 
-def test_two_ranks_step_the_critic_as_one_process_does(tmp_path):
+def test_two_ranks_update_the_critic_like_one_process(tmp_path):
     path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
     alone, lonely = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19), step_on(path, CONFIG, 1)
     two = replace(CONFIG, num_ranks=2)
@@ -249,7 +251,7 @@ def test_two_ranks_step_the_critic_as_one_process_does(tmp_path):
 
 
 @pytest.mark.long
-def test_four_ranks_step_the_critic_as_one_process_does(tmp_path):
+def test_four_ranks_update_the_critic_like_one_process(tmp_path):
     path = save_classifier(tmp_path, "qwen3", AutoModelForTokenClassification)
     alone = step_on(path, replace(CONFIG, max_tokens_per_micro_batch=10_000), 19)
     four = replace(CONFIG, num_ranks=4)
@@ -259,7 +261,7 @@ def test_four_ranks_step_the_critic_as_one_process_does(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_score_is_float32_and_not_rounded_to_the_type_of_the_model(dtype):
+def test_a_score_is_float32_and_not_rounded_to_the_dtype_of_the_model(dtype):
     torch.manual_seed(0)
     linear = torch.nn.Linear(64, 1, bias=True).to(dtype)
     with torch.no_grad():

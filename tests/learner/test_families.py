@@ -65,7 +65,7 @@ def packed(
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
-    return log_probs, metrics["grad_norm"], weights  # with transformers' names
+    return log_probs, metrics["grad_norm"], weights  # the names are those of transformers
 
 
 def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:
@@ -76,7 +76,7 @@ def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> lis
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the folders of random models by family.
 
-    The models have large weights, so an error in attention changes log-probs by whole nats.
+    The weights are so large that an error in attention changes log-probs by several nats.
     """
     root = tmp_path_factory.mktemp("families")
     return {family: save_tiny_model(root / family, family, initializer_range=0.3) for family in TRAINED_FAMILIES}
@@ -103,14 +103,14 @@ def test_one_process_equals_the_plain_loop(family, paths):
     assert_equal_to_the_plain_loop(paths[family], [packed(paths[family], 1, 1)], 1, 1)
 
 
-def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tmp_path):
+def test_a_model_that_adds_its_own_tokens_to_a_sequence_is_refused(tmp_path):
     AutoConfig.for_model("cpmant", num_hidden_layers=1).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"is of type cpmant, .* adds tokens"):
         load_causal_lm(str(tmp_path), torch.float32)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
-def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, paths):
+def test_recomputation_of_layers_with_a_state_does_not_change_the_update(family, paths):
     recomputed = packed(paths[family], 1, 1, activation_checkpointing=True)
     assert_equal_to_the_plain_loop(paths[family], [recomputed], 1, 1)
 
@@ -166,7 +166,7 @@ def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
 )
 def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths, families):
     """The models have fewer key-value heads than ranks. The states of recurrent layers pass through several ranks."""
-    skipped = "it runs on two sequence-parallel ranks"
+    skipped = "the self-test runs on two sequence-parallel ranks"
     compare_on_ranks([paths[family] for family in families], 1, 4, skip_selftest=skipped)
 
 

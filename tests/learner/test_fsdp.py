@@ -35,7 +35,7 @@ def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
 
 
 def shards_of_own_rows(model_path: str) -> dict[str, Any]:
-    """Return the parameters that this rank holds, and the number of bytes that it reads from the model's files."""
+    """Return facts about this rank's parameters, and the number of bytes that it reads from the model's files."""
     fsdp.MIN_UNIT_NUMEL = 1
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
@@ -56,7 +56,7 @@ def shards_of_own_rows(model_path: str) -> dict[str, Any]:
     return seen
 
 
-def test_each_rank_reads_and_keeps_only_its_shard_of_a_copy(model_path):
+def test_each_rank_reads_and_stores_only_its_shard_of_the_weights(model_path):
     alone = Trainer(PLAIN, model_path=model_path, total_updates=1)
     rotary = alone.pretrained.model.rotary_emb.inv_freq.tolist()
     loss, weights = trained(alone)
@@ -72,7 +72,7 @@ def test_each_rank_reads_and_keeps_only_its_shard_of_a_copy(model_path):
     assert_weights_equal(ranks[0]["outcome"][1], weights, atol=1e-6)
 
 
-def test_the_offload_policy_leaves_nothing_to_move(model_path, caplog):
+def test_param_offload_has_no_effect_together_with_offload_policy(model_path, caplog):
     from learner.offload import OffloadPolicy
 
     config = replace(PLAIN, offload_policy=True, param_offload=True)
@@ -85,7 +85,7 @@ def test_the_offload_policy_leaves_nothing_to_move(model_path, caplog):
 
 
 @pytest.mark.long
-def test_compiled_layers_compute_the_same(model_path, monkeypatch):
+def test_compiled_layers_give_the_same_loss_and_weights(model_path, monkeypatch):
     compiled: list[Any] = []
     original = torch.compile
 
@@ -156,12 +156,12 @@ def test_a_backward_pass_in_another_thread_does_not_compute_attention_again(mode
 @pytest.mark.parametrize(("device", "option", "want"), [
     ("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("cpu", True, True),
 ])  # fmt: skip
-def test_layers_are_compiled_on_cuda_unless_an_option_says_otherwise(device, option, want):
+def test_layers_are_compiled_by_default_on_cuda_but_not_on_a_cpu(device, option, want):
     assert fsdp.compiles_layers(LearnerConfig(torch_compile=option), torch.device(device)) is want
 
 
 @pytest.mark.parametrize("size", [0, 3])
-def test_a_size_that_does_not_divide_the_ranks_is_refused(size):
+def test_an_fsdp_size_that_does_not_divide_the_ranks_is_refused(size):
     with pytest.raises(ValueError, match=f"fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={size}"):
         LearnerConfig(num_ranks=4, fsdp_size=size)
 
@@ -176,13 +176,13 @@ def test_a_size_that_does_not_divide_the_ranks_is_refused(size):
         ("cpu", {"dtype": Dtype.bfloat16}, ("bfloat16", "float32", "bfloat16")),
     ],
 )
-def test_types_follow_from_the_device_and_the_options(device, options, want, monkeypatch):
+def test_the_dtypes_depend_on_the_device_and_the_options(device, options, want, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     types = parameter_types(LearnerConfig(**options), torch.device(device))
     assert (types.compute, types.trained, types.frozen) == tuple(getattr(torch, name) for name in want)
 
 
-def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch):
+def test_the_error_for_dtype_auto_names_a_gpu_without_bfloat16(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Old GPU")
     with pytest.raises(ValueError, match=r"learner\.dtype=auto needs .* bfloat16, got Old GPU; set .*=float32"):
@@ -200,7 +200,7 @@ def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list
     return sorted(frozen), sorted(held), reference.scores(random_sequences(4))
 
 
-def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(model_path):
+def test_frozen_weights_have_the_compute_dtype_and_adapters_have_float32(model_path):
     alone = frozen_and_adapted(model_path, 1)
     assert alone[:2] == (["torch.bfloat16"], ["False torch.bfloat16", "True torch.float32"])
     for frozen, held, scores in run_on_ranks(2, frozen_and_adapted, model_path, 2):
@@ -210,7 +210,7 @@ def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(m
 
 
 def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
-    """Return for each ``gradient_sync`` and resharding: the number of gradient reductions, and the metrics."""
+    """Return a pair for each ``gradient_sync`` and resharding: the number of gradient reductions, and the metrics."""
     seen, reduce = {}, _fsdp_param_group.foreach_reduce
     for sync, resharding in itertools.product(GradientSync, Resharding):
         config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)

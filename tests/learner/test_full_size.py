@@ -24,7 +24,7 @@ SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in EXPERIMENTS]
 )
-def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
+def test_an_update_of_each_experiment_at_full_width_never_waits_for_the_device(name):
     config = compose_run([f"experiment={name}"])
     settings = MODELS.get(Path(config.model.path).name, QUICKSTART)
     (update,) = run_on_ranks(
@@ -45,7 +45,7 @@ def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
 
 
 @pytest.mark.long
-def test_layers_recomputed_without_attention_exchange_heads_once_and_do_not_wait():
+def test_recomputation_without_attention_does_not_repeat_the_exchange_of_heads():
     options = {"num_ranks": 4, "sp_size": 2, "activation_checkpointing": "selective"}
     learner = LearnerConfig(max_tokens_per_micro_batch=64, **options)
     (update,) = run_on_ranks(1, fake_update, SMALL, learner)
@@ -81,7 +81,7 @@ PLANNED_ALWAYS = ("windows-and-sinks", "padded-experts")
 
 
 def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """Return the planned and the tracked peak memory of a rank. The model's three layers keep their attention."""
+    """Return the planned and the tracked peak memory of a rank. The three layers store the outputs of attention."""
     settings = {"model_type": family, "num_hidden_layers": 3, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
     memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
     learner = LearnerConfig(num_ranks=num_ranks, **memory)
@@ -92,7 +92,7 @@ def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> t
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in PLANNED_ALWAYS else pytest.mark.slow) for case in PLANNED]
 )
-def test_kept_attention_takes_what_the_planner_says(case):
+def test_the_planner_predicts_the_peak_memory_with_stored_attention(case):
     ((planned, tracked),) = run_on_ranks(1, planned_and_tracked, *PLANNED[case])
     assert planned == pytest.approx(tracked, rel=0.08)
 
@@ -105,12 +105,12 @@ def waits_with(change: str) -> list[str]:
             batch.input_ids.max().item()
         return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    MicroBatch.to = to  # patches only this separate process
+    MicroBatch.to = to  # changes only this separate process
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 
 @pytest.mark.long
-def test_a_wait_in_the_loop_is_found():
+def test_a_wait_for_the_device_in_the_loop_is_detected():
     (waits,) = run_on_ranks(1, waits_with, "cpu")
     assert set(waits) == {"cpu"}
     with pytest.raises(AssertionError, match=r"item|_local_scalar_dense"):

@@ -44,7 +44,7 @@ expert."""
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
-def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family, tmp_path):
+def test_a_saved_policy_with_merged_adapters_computes_the_same_log_probs(family, tmp_path):
     # With one expert per token, Granite's router weight is 1 for any logits, so the router has no gradient.
     options = {"num_experts_per_tok": 2} if family == "granitemoehybrid" else {}
     trainer = trainer_of(save_tiny_model(tmp_path / "model", family, **options))
@@ -69,7 +69,7 @@ def test_the_saved_policy_is_plain_and_computes_what_the_adapters_do(family, tmp
         np.testing.assert_allclose(got, want, atol=5e-5)
 
 
-def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path):
+def test_a_model_with_adapters_off_computes_the_original_log_probs(tmp_path):
     path, sequences = save_tiny_model(tmp_path), random_sequences(5)
     trainer = trainer_of(path)
     start = trainer_of(path, replace(CONFIG, lora=LoraConfig())).scores(sequences)
@@ -134,7 +134,7 @@ def test_adapters_of_a_mixture_get_the_gradient_of_the_merged_weights(tmp_path):
         torch.testing.assert_close(down.grad, 3 * up.T @ gradient, rtol=1e-3, atol=1e-4)
 
 
-def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path):
+def test_one_projection_of_a_mixture_can_have_adapters_alone(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, "deepseek_v3"))
     add_adapters(model, LoraConfig(rank=2, target_modules=["gate_proj"]))
     assert adapted(model) == {"model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"}
@@ -157,7 +157,7 @@ def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path):
         ("llama", ["q_proj", "v_porj"], "no linear layer .* 'v_porj'"),
     ],
 )
-def test_a_target_without_adapters_is_refused_by_name(family, targets, named, tmp_path):
+def test_a_lora_target_that_cannot_have_adapters_is_refused(family, targets, named, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_model(tmp_path, family))
     with pytest.raises(ValueError, match=rf"learner\.lora\.target_modules=.*{named}.*all-linear"):
         add_adapters(model, LoraConfig(rank=2, target_modules=targets))
@@ -195,7 +195,7 @@ def on_each_mesh(path: str, configs: list[LearnerConfig]) -> list:
 
 
 @pytest.mark.long
-def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path):
+def test_two_ranks_train_and_publish_adapters_like_one_process(tmp_path):
     path = save_tiny_model(tmp_path)
     metrics, weights = on_ranks(path, CONFIG)
     two = replace(CONFIG, num_ranks=2)

@@ -26,7 +26,7 @@ def gradient(terms: LossTerms, of: LossInputs) -> Tensor:
 
 
 def test_ppo_clips_only_ratios_outside_the_bounds():
-    # One ratio is inside the bounds. Two ratios are above and two below; each two have advantages of both signs.
+    # One ratio is inside the bounds, two are above, and two are below. Each pair has advantages of both signs.
     given = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-2.2, -1.3, 1.5, 0.8, -0.5], abs=1e-6)
@@ -50,7 +50,7 @@ def test_gspo_clips_the_geometric_mean_of_a_sequence():
     assert gradient(terms, given).tolist() == pytest.approx([0.0, 0.0, -2.2, -2.2], abs=1e-5)
 
 
-def test_gspo_of_one_token_is_ppo():
+def test_gspo_of_a_single_token_equals_ppo():
     for ratio, advantage in ((1.5, 1.0), (1.5, -1.0), (0.5, 1.0), (0.9, -2.0)):
         given = inputs([ratio], [advantage])
         ppo, gspo = (LOSSES.get(name)(given, AlgorithmConfig()) for name in ("ppo_clip", "gspo"))
@@ -104,7 +104,7 @@ def test_the_ratio_of_a_loss_uses_the_anchor(name):
         assert gradient(terms, given).tolist() == pytest.approx([-ratio] * 2, abs=1e-5)
 
 
-def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_policy():
+def test_engine_noise_does_not_clip_gspo_with_the_proximal_anchor():
     """Noise of 0.02 nats per token changes the mean of 200 tokens by about 1.4e-3, which exceeds the clip bounds."""
     torch.manual_seed(0)
     given = inputs([1.0] * 200 * 64, [-1.0] * 200 * 64, lengths=[200] * 64)

@@ -38,7 +38,7 @@ def one_token() -> TokenSequence:
     return TokenSequence(input_ids=np.array([3]), loss_mask=np.array([False]), columns=empty)
 
 
-def test_bfloat16_stays_near_float32(tmp_path):
+def test_log_probs_in_bfloat16_are_near_those_in_float32(tmp_path):
     path = save_tiny_model(tmp_path / "model")
     exact = Trainer(CONFIG, model_path=path, total_updates=1)
     rounded = Trainer(replace(CONFIG, dtype="bfloat16"), model_path=path, total_updates=1)
@@ -47,7 +47,7 @@ def test_bfloat16_stays_near_float32(tmp_path):
         assert 0 < np.abs(one - other).max() < 0.3
 
 
-def test_short_sequences_share_calls_and_padding_is_bounded():
+def test_short_sequences_of_similar_length_share_calls_with_little_padding():
     lengths = [900, 880, 300, *[20] * 200, *[11] * 40]
     layout = packed_layout(lengths, torch.device("cpu"))
     places = sum(count * length for count, length in layout.padded.buckets)
@@ -72,7 +72,7 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk, s
     logits = logits if cap is None else torch.tanh(logits / cap) * cap
     all_log_probs = F.log_softmax(logits / 0.7, dim=-1)
     want = all_log_probs.gather(-1, targets[:, None])[:, 0], -(all_log_probs.exp() * all_log_probs).sum(-1)
-    ours = [x.requires_grad_() for x in (hidden.t().contiguous().t(), weight, bias)]  # a tensor that is not contiguous
+    ours = [x.requires_grad_() for x in (hidden.t().contiguous().t(), weight, bias)]  # hidden is not contiguous
     shape = LogitShape(scale=scale, soft_cap=cap)
     got = chunked_log_probs(*ours, targets, temperature=0.7, chunk_tokens=chunk, shape=shape)
     factors = torch.randn(2, 13)
@@ -85,7 +85,7 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk, s
 
 
 @pytest.mark.parametrize("num_tokens", [1, 12, 13, 40])
-def test_the_gradient_of_the_output_layer_is_summed_over_chunks_as_over_single_ones(num_tokens, monkeypatch):
+def test_larger_chunks_do_not_change_the_gradient_of_the_output_layer(num_tokens, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(num_tokens, 8, generator=generator).bfloat16()
     weight = torch.randn(30, 8, generator=generator).bfloat16()
@@ -117,7 +117,7 @@ def test_the_gradient_of_the_output_layer_is_summed_over_chunks_as_over_single_o
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("shape", [LogitShape(), LogitShape(soft_cap=3.0)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same(with_entropy, shape, temperature):
+def test_a_frozen_output_layer_does_not_change_the_gradient_of_the_hidden_states(with_entropy, shape, temperature):
     torch.manual_seed(0)
     hidden, weight, targets = torch.randn(13, 6), torch.randn(9, 6), torch.randint(0, 9, (13,))
     scale = torch.randn(2, 13)
@@ -134,17 +134,17 @@ def test_a_frozen_output_layer_gets_no_gradient_and_the_states_get_the_same(with
     assert gradients[1][1] is None
 
 
-def test_a_path_without_a_model_is_named(tmp_path):
+def test_the_error_names_a_path_without_a_model(tmp_path):
     with pytest.raises(ValueError, match=r"got '.*nothing' without a config.json"):
         Trainer(CONFIG, model_path=str(tmp_path / "nothing"), total_updates=1)
 
 
-def test_greedy_sampling_has_no_log_probs_to_train_on(tmp_path):
+def test_training_refuses_temperature_zero(tmp_path):
     with pytest.raises(ValueError, match="temperature must be > 0"):
         Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1, temperature=0.0)
 
 
-def test_a_requested_router_loss_is_logged_as_left_out(tmp_path, caplog):
+def test_a_warning_says_that_the_router_loss_is_not_added(tmp_path, caplog):
     path = save_tiny_model(tmp_path / "model", "qwen3_moe")
     load_causal_lm(path, torch.float32)
     assert "router" not in caplog.text

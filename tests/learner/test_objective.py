@@ -41,7 +41,7 @@ def proximal(**options) -> AlgorithmConfig:
         (Weight.sequence, 2.0, [1.0, 1.0, 1.0, 2.0]),
     ],
 )
-def test_each_weight_gives_its_golden_numbers(weight, cap, want):
+def test_each_importance_weight_gives_its_golden_numbers(weight, cap, want):
     config = proximal(weight=weight, weight_cap=cap)
     assert importance_weights(WEIGHTS.log(), trajectories(3, 1), config).tolist() == pytest.approx(want)
 
@@ -59,12 +59,12 @@ def test_each_weight_gives_its_golden_numbers(weight, cap, want):
         ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
     ],
 )
-def test_each_mask_keeps_its_golden_tokens(options, want):
+def test_each_mask_selects_its_golden_tokens(options, want):
     config = AlgorithmConfig(**options)
     assert kept_tokens(WEIGHTS.log(), trajectories(3, 1), config).int().tolist() == want
 
 
-def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones():
+def test_the_geometric_mask_is_equally_strict_for_long_and_short_trajectories():
     """A geometric mean of 1.01 is outside the band of the mask ``geometric`` at any length.
 
     The product of 1.01 over all tokens leaves the band of the mask ``sequence`` only at 70 tokens.
@@ -105,7 +105,7 @@ def test_weights_stay_finite_for_very_different_policies(log_weights, weight, ca
     assert kept_tokens(given_weights, of, config).dtype is torch.bool
 
 
-def test_masks_alone_leave_the_clip_at_the_behavior_policy():
+def test_masks_do_not_change_the_ratio_that_the_loss_clips():
     """Without a proximal anchor, the loss clips the ratio of policy to behavior probability. Masks do not change this.
 
     With the anchor and one update per step, the loss clips the ratio of policy to proximal probability, which is 1.
@@ -128,7 +128,7 @@ def inputs(policy: list[float], **columns: list[float]) -> LossInputs:
     )
 
 
-def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
+def test_decoupled_ppo_multiplies_the_clipped_ratio_by_the_importance_weight():
     given_inputs = inputs(
         [math.log(0.6), math.log(0.6)],
         behavior_logprobs=[math.log(0.2)] * 2,
@@ -145,7 +145,7 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
     assert gradient.tolist() == pytest.approx([0.0, 3.0], abs=1e-5)
 
 
-def test_in_a_step_of_one_update_the_ratio_is_one_and_the_weight_is_all():
+def test_with_one_update_per_step_only_the_importance_weight_scales_the_advantage():
     given_inputs = inputs([math.log(0.6)], behavior_logprobs=[math.log(0.2)], advantages=[1.0])
     terms = policy_objective(proximal(weight=Weight.token, weight_cap=2.0)).loss(given_inputs)
     assert terms.per_token.tolist() == pytest.approx([-2.0])  # min(3, 2) * 1
@@ -170,7 +170,7 @@ def test_entropy_bonus_and_kl_penalty_are_added():
     assert terms.metrics["reference_kl"].tolist() == [0.5]
 
 
-def test_the_behavior_kl_is_k3_and_squares_become_sample_sizes():
+def test_metrics_include_the_k3_behavior_kl_and_the_effective_sample_size():
     given_inputs = inputs([math.log(0.5), math.log(0.1)], behavior_logprobs=[math.log(0.25)] * 2, advantages=[1.0, 1.0])
     metrics = policy_objective(AlgorithmConfig()).loss(given_inputs).metrics
     assert metrics["behavior_kl"].tolist() == pytest.approx([1 - math.log(2), -0.6 + math.log(2.5)], abs=1e-6)
@@ -204,7 +204,7 @@ def test_later_updates_measure_the_engine_gap_only_before_the_step(options, is_k
         assert metrics["engine_gap"].tolist() == [0.5]
 
 
-def test_effective_sample_size():
+def test_the_effective_sample_size_has_golden_numbers():
     assert effective_sample_size(1.0, 1.0) == 1.0
     assert effective_sample_size(0.5, 1.0) == 0.25
     assert effective_sample_size(0.0, 0.0) == 0.0
@@ -253,7 +253,7 @@ def test_the_low_variance_estimator_is_bounded():
 
 
 @pytest.mark.parametrize("estimator", [KLEstimator.k3, KLEstimator.low_variance])
-def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator):
+def test_k3_is_exact_for_small_divergences_and_bounded_for_large_ones(estimator):
     distances = [1e-7, -1e-5, 1e-4, 0.05, 90.0, -90.0]
     policy = torch.zeros(6, requires_grad=True)
     values = kl_penalty(policy, torch.tensor(distances), estimator)
@@ -266,7 +266,7 @@ def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator):
 
 
 @pytest.mark.parametrize("num_samples", [10_000, 60_000, 10**9])
-def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples):
+def test_the_adaptive_coefficient_stays_positive_for_batches_above_the_horizon(num_samples):
     """The paper's factor 1 - 0.2 n / horizon would be negative (-0.2) for a batch of n = 60000 samples."""
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(0.0, num_samples) == pytest.approx(0.08)
@@ -278,7 +278,7 @@ def test_the_adaptive_coefficient_ignores_a_non_finite_divergence():
     assert [coefficient.update(value, 256) for value in (math.nan, math.inf)] == [0.1, 0.1]
 
 
-def test_the_adaptive_coefficient_follows_the_target():
+def test_the_adaptive_coefficient_rises_above_the_target_and_falls_below_it():
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(12.0, 256) == pytest.approx(0.1 * (1 + 0.2 * 0.0256))
     assert coefficient.update(5.4, 1000) == pytest.approx(0.1 * 1.00512 * (1 - 0.1 * 0.1))
@@ -314,12 +314,12 @@ def test_the_adaptive_coefficient_follows_the_target():
         ({"kl_coef": float("nan")}, "kl_coef must be >= 0, got nan"),
     ],
 )
-def test_a_bad_option_is_named(options, message):
+def test_the_error_names_a_bad_option(options, message):
     with pytest.raises(ValueError, match=message):
         AlgorithmConfig(**options)
 
 
-def test_the_example_of_a_users_own_loss_works(tmp_path):
+def test_the_custom_loss_in_the_docs_works(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
     objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce"))

@@ -15,7 +15,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import random_sequences
 from tests.support.whole_weights import gather_weights
 
-PLAIN = LearnerConfig(device=Device.cpu, skip_selftest="test_selftest.py is about it")
+PLAIN = LearnerConfig(device=Device.cpu, skip_selftest="test_selftest.py tests it")
 PARAM = replace(PLAIN, param_offload=True)
 OPTIMIZER = replace(PLAIN, optimizer_offload=True)
 TRANSITION = replace(PLAIN, offload_at_transition_only=True)
@@ -101,7 +101,7 @@ def test_optimizer_offload_frees_the_moments_after_every_update(model_path):
     assert learner.flags == (False, True)  # scoring does not load the moments
 
 
-def test_the_transition_frees_all_and_training_mode_restores_it(model_path):
+def test_rollout_mode_frees_all_device_memory_and_training_mode_restores_it(model_path):
     learner = Learner(TRANSITION, model_path)
     learner.update()
     assert learner.flags == (False, False)
@@ -115,7 +115,7 @@ def test_the_transition_frees_all_and_training_mode_restores_it(model_path):
     assert learner.residence.metrics["trainer_device_bytes_after"] == full
 
 
-def test_an_update_loads_tensors_that_the_transition_offloaded(model_path):
+def test_an_update_loads_tensors_that_rollout_mode_offloaded(model_path):
     learner = Learner(TRANSITION, model_path)
     learner.residence.enter_rollout()
     learner.update()
@@ -136,7 +136,7 @@ def test_offloading_does_not_change_results(config, model_path):
 
 
 @pytest.mark.parametrize("config", [PLAIN, PARAM, OPTIMIZER, TRANSITION])
-def test_a_checkpoint_loads_offloaded_tensors_and_restores_their_places(config, model_path):
+def test_saving_a_checkpoint_loads_offloaded_tensors_and_offloads_them_again(config, model_path):
     learner = Learner(config, model_path)
     learner.update()
     learner.residence.enter_rollout()
@@ -148,7 +148,7 @@ def test_a_checkpoint_loads_offloaded_tensors_and_restores_their_places(config, 
 
 
 @pytest.mark.parametrize("other", [{"param_offload": True}, {"optimizer_offload": True}])
-def test_the_transition_option_is_ignored_with_the_others_and_warns(other, model_path, caplog):
+def test_offload_at_transition_only_is_ignored_beside_other_options_with_a_warning(other, model_path, caplog):
     with caplog.at_level(logging.WARNING, logger="learner.offload"):
         learner = Learner(replace(TRANSITION, **other), model_path)
     assert "offload_at_transition_only is ignored" in caplog.text
@@ -175,7 +175,7 @@ def test_after_an_error_the_flags_are_correct_and_the_learner_continues(config, 
     assert learner.update() == still.update()
 
 
-def test_a_failed_update_adds_nothing_to_the_next_one(model_path):
+def test_a_failed_update_leaves_no_gradients_for_the_next_update(model_path):
     learner, still = Learner(PARAM, model_path), Learner(PLAIN, model_path)
     backward, calls = torch.Tensor.backward, []
 
@@ -193,7 +193,7 @@ def test_a_failed_update_adds_nothing_to_the_next_one(model_path):
     assert learner.update() == still.update()
 
 
-def test_a_failed_move_changes_nothing():
+def test_a_failed_offload_or_load_changes_no_tensor():
     tensors = [torch.arange(6.0), torch.arange(4.0)]
     movable, copy = MovableTensors(lambda: tensors), torch.Tensor.copy_
     want = [tensor.tolist() for tensor in tensors]
@@ -236,7 +236,7 @@ def sharded_run(model_path: str, config: LearnerConfig) -> tuple[list[float], in
     losses, bytes_after = [], -1
     for _ in range(2):
         losses.append(learner.update())
-        learner.log_prob()  # leaves the root's parameters unsharded
+        learner.log_prob()  # this forward leaves the root's parameters unsharded
         learner.residence.enter_rollout()
         bytes_after = learner.residence.device_bytes()
         learner.residence.enter_training()
@@ -249,14 +249,14 @@ def both_sharded_runs(model_path: str) -> list[tuple[list[float], int, float]]:
     return [sharded_run(model_path, PLAIN), sharded_run(model_path, TRANSITION)]
 
 
-def test_sharded_parameters_leave_and_return(model_path):
+def test_sharded_parameters_are_offloaded_and_loaded_again(model_path):
     for still, moved in run_on_ranks(2, both_sharded_runs, model_path):
         assert moved[0] == still[0]
         assert moved[2] == still[2]
         assert moved[1] == 0 < still[1]
 
 
-def test_one_slab_holds_all_copies_and_is_used_again():
+def test_one_slab_of_host_memory_stores_all_copies_and_is_reused():
     tensors = [torch.arange(count, dtype=torch.float32) for count in (3, 1000, 1)]
     movable = MovableTensors(lambda: tensors)
     for _ in range(2):

@@ -18,17 +18,17 @@ from tests.support.tiny_models import tiny_config
         (Schedule.cosine, [0.25, 0.5, 0.75, 1.0, 0.55, 0.1]),
     ],
 )
-def test_the_rate_warms_up_and_follows_its_shape(schedule, want):
+def test_the_learning_rate_warms_up_and_then_follows_its_schedule(schedule, want):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=3, min_lr_ratio=0.1)
     updates = [0, 1, 2, 3, 8, 13]
     assert [learning_rate(config, update, 13) for update in updates] == pytest.approx(want)
 
 
-def test_the_rate_stays_at_its_end_after_the_last_update():
+def test_the_learning_rate_stays_at_its_final_value_after_the_last_update():
     assert learning_rate(OptimizerConfig(lr=1.0, schedule=Schedule.linear), 50, 10) == 0.0
 
 
-def test_only_matrices_decay():
+def test_weight_decay_applies_only_to_matrices():
     model = nn.Linear(3, 2)
     before = model.weight.detach().clone(), model.bias.detach().clone()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
@@ -47,7 +47,7 @@ def test_only_matrices_decay():
         ("mamba", {"state_size": 8}, ["mixer.A_log"]),
     ],
 )
-def test_stacked_biases_and_gains_and_decay_rates_do_not_decay(family, options, names):
+def test_weight_decay_does_not_apply_to_stacked_biases_gains_and_decay_rates(family, options, names):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(family, initializer_range=0.1, **options))
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim >= 2}
@@ -62,7 +62,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together():
     model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
     assert optimizer.update()["grad_norm"] == pytest.approx(5.0)
     moment = optimizer.adamw.state[model.bias]["exp_avg"].item()
-    assert moment == pytest.approx(0.1 * 0.8)  # clipped gradient x (1 - beta1)
+    assert moment == pytest.approx(0.1 * 0.8)  # the clipped gradient times (1 - beta1)
 
 
 def test_a_non_finite_gradient_is_skipped_and_counted():

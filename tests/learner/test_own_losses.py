@@ -71,7 +71,7 @@ def seen() -> list[dict[str, np.ndarray]]:
     return imported
 
 
-def test_an_own_loss_gets_every_token_column_under_its_name(model_path, seen):
+def test_a_custom_loss_gets_every_token_column_under_its_name(model_path, seen):
     experts = np.arange(6, dtype=np.int16).reshape(3, 2)
     groups = [group_of(1, sampled(3, 0, experts=experts)), group_of(2, sampled(4, 0))]
     sequences = [s for group in groups for s in group_sequences(group, all_columns=True)]
@@ -85,7 +85,9 @@ def test_an_own_loss_gets_every_token_column_under_its_name(model_path, seen):
         want = np.concatenate([longest.token_columns[name][2:], shorter.token_columns[name][2:]])
         np.testing.assert_array_equal(columns[name], want.astype(np.float32))
     np.testing.assert_array_equal(columns["behavior_logprobs"], columns["logprobs"])
-    assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), "a missing column must become zeros"
+    assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), (
+        "a missing column must be filled with zeros"
+    )
 
 
 def test_a_built_in_loss_does_not_get_unused_columns():
@@ -101,14 +103,14 @@ def test_a_built_in_loss_does_not_get_unused_columns():
         ("metric", r"size .* got \[\]"),
     ],
 )
-def test_an_own_loss_returns_one_number_per_token(model_path, kind, words):
+def test_a_custom_loss_must_return_one_number_per_token(model_path, kind, words):
     sequences = with_advantages(group_sequences(group_of(1, sampled(3, 0)), all_columns=True))
     step = policy_step(Trainer(CONFIG, model_path=model_path, total_updates=1), own("shaped", options={"kind": kind}))
     with pytest.raises(ValueError, match=words):
         step.run(sequences)
 
 
-def test_options_reach_an_own_loss_and_are_refused_without_one(model_path):
+def test_a_custom_loss_gets_its_options_and_a_built_in_loss_refuses_options(model_path):
     sequences = with_advantages(group_sequences(group_of(1, sampled(3, 0))))
     losses = []
     for options in ({}, {"factor": 3.0}):
@@ -121,7 +123,7 @@ def test_options_reach_an_own_loss_and_are_refused_without_one(model_path):
         AlgorithmConfig(options={"factor": 3.0})
 
 
-def test_options_of_an_own_loss_are_set_on_the_command_line():
+def test_options_of_a_custom_loss_can_be_set_on_the_command_line():
     loss = override_of("algorithm.loss", f"{__file__}:watching")
     assert compose_run([loss, "algorithm.options={factor: 2.5, name: x}"]).algorithm.options == {
         "factor": 2.5,
@@ -129,7 +131,7 @@ def test_options_of_an_own_loss_are_set_on_the_command_line():
     }
 
 
-def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path):
+def test_a_custom_loss_by_token_trains_branches_in_separate_micro_batches(model_path):
     """The trajectory has three branches of up to 9 tokens, and a micro-batch holds at most 12 tokens.
 
     The loss gspo is not marked with `by_token`. So it needs all branches in one micro-batch, and raises an error.
@@ -145,7 +147,7 @@ def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_pat
         )
 
 
-def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_path):
+def test_a_custom_loss_gets_the_proximal_log_probs_from_before_the_step(model_path):
     sequences = with_advantages([s for i in range(2) for s in group_sequences(group_of(i, sampled(6, 0)))])
     halves = [replace(sequence, mini_batch=index) for index, sequence in enumerate(sequences)]
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=1e-2))
@@ -155,6 +157,8 @@ def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_p
         return policy_step(trainer, own("anchored", **options)).run(sequences)["moved"]
 
     assert moved(sequences) == 0.0, "with one update, both policies must be equal"
-    assert abs(moved(halves, num_mini_batches=2, anchor=Anchor.proximal)) > 1e-3, "the second update must see the first"
+    assert abs(moved(halves, num_mini_batches=2, anchor=Anchor.proximal)) > 1e-3, (
+        "the second update must start from changed weights"
+    )
     with pytest.raises(ValueError, match=r"algorithm.anchor must be proximal .* several updates, got behavior"):
         moved(halves, num_mini_batches=2)

@@ -58,7 +58,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     budget=st.integers(40, 90),
     whole=st.booleans(),
 )
-def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, budget, whole):
+def test_samples_share_all_tokens_of_the_prompt_except_the_last(prompts, budget, whole):
     ids = iter(range(1_000_000))
     sequences = []
     for num_prompt, responses in prompts:
@@ -95,7 +95,7 @@ def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, bud
     shape=st.lists(st.tuples(st.integers(-1, 12), st.booleans(), st.integers(1, 4)), max_size=12),
     whole=st.booleans(),
 )
-def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, whole):
+def test_a_tree_of_any_shape_is_packed_once_and_unpacked_into_its_branches(shape, whole):
     ids = iter(range(1_000_000))
 
     def turn(length: int, parent: int, is_sampled: bool) -> Turn:
@@ -158,7 +158,7 @@ def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 
-def test_attention_reads_a_bounded_multiple_of_the_budget():
+def test_attention_reads_at_most_eight_times_the_token_budget():
     batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 900, [1] * 64))
     assert all(sum(batch.lengths) <= 8 * 1000 for batch in batches)
     assert len(batches) == 8
@@ -227,12 +227,12 @@ def test_each_target_is_predicted_by_the_token_before_it(lengths):
         assert int(batch.trajectory_lengths.sum()) == len(owners)
 
 
-def test_a_sequence_over_the_budget_names_the_option():
+def test_the_error_for_a_sequence_over_the_budget_names_the_option():
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*got 16 for a sequence of 17"):
         Packer(max_tokens=16).pack(sequences_of([17]))
 
 
-def test_an_empty_rank_still_gets_its_micro_batches():
+def test_a_rank_without_sequences_gets_empty_micro_batches():
     batches = Packer(max_tokens=16).pack([], agree=lambda _: 2)
     assert [(len(b.input_ids), len(b.targets)) for b in batches] == [(1, 0), (1, 0)]
 
@@ -260,7 +260,7 @@ def test_a_group_becomes_one_sequence_per_branch():
     assert [s.input_ids.tolist() for s in group_sequences(group, samples=[1])] == [second.input_ids.tolist()]
 
 
-def test_a_first_token_in_the_loss_is_refused():
+def test_a_loss_mask_that_includes_the_first_token_is_refused():
     with pytest.raises(ValueError, match="first one"):
         TokenSequence(input_ids=np.ones(2), loss_mask=np.ones(2, dtype=bool))
     with pytest.raises(ValueError, match="aligned"):

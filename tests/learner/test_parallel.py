@@ -110,7 +110,7 @@ def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> li
 
 
 @pytest.mark.long
-def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
+def test_two_ranks_equal_one_process_even_if_one_rank_has_no_loss_token(model_path):
     alone = train(model_path, config(1, max_tokens=10_000), 16)
     meshes = [(config(2), 16), (config(2, sp_size=2), 16), (config(2), 2)]
     results = run_on_ranks(2, on_each_mesh, model_path, meshes)
@@ -127,7 +127,7 @@ def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
 
 
 @pytest.mark.long
-def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ranks(model_path):
+def test_four_ranks_equal_one_process_in_every_layout(model_path):
     alone = train(model_path, config(1, max_tokens=10_000), 16)
     meshes = [
         (config(4, sp_size=2), 16),
@@ -154,7 +154,7 @@ def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict],
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
     shards = rank_batches(plan_of(groups), algorithm, num_shards=learner.num_ranks // learner.sp_size, max_lag=0)
-    # With a self-test at its start, a trainer takes the proximal log-probs of the first update from its own forward.
+    # A trainer with a self-test uses its training forward for the proximal log-probs of the first update.
     trainer = Trainer(replace(learner, skip_selftest=""), model_path=model_path, total_updates=8)
     batch = shards[trainer.mesh.dp_rank]
     sequences = [
@@ -187,7 +187,7 @@ def random_group(seed: int) -> TrajectoryGroup:
 
 
 @pytest.mark.long
-def test_four_updates_a_step_do_not_depend_on_the_ranks(model_path):
+def test_four_updates_per_step_do_not_depend_on_the_number_of_ranks(model_path):
     metrics, weights = step_on_a_plan(model_path, config(1, max_tokens=10_000))
     assert metrics[0]["num_tokens"] == sum(random_group(seed).summary.num_tokens for seed in range(10))
     for learner in (config(2), config(2, sp_size=2)):
@@ -205,7 +205,7 @@ def start_weights(model_path: str) -> np.ndarray:
     return load_file(f"{model_path}/model.safetensors")["model.embed_tokens.weight"].numpy()
 
 
-def test_every_loss_aggregation_weight_and_mask_is_compared():
+def test_the_cases_cover_every_loss_aggregation_weight_and_mask():
     assert {case.loss for case in CASES} == set(LOSSES.names())
     assert {case.aggregation for case in CASES} == set(Aggregation)
     assert {case.anchor for case in CASES} == set(Anchor)
@@ -214,7 +214,7 @@ def test_every_loss_aggregation_weight_and_mask_is_compared():
 
 
 def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
-    """Return the error that an update raises on this rank. Only data-parallel rank 0 has a too long sequence."""
+    """Return the error of an update on this rank. Only data-parallel rank 0 has a sequence that is too long."""
     trainer = Trainer(learner, model_path=model_path, total_updates=1)
     length = longest if trainer.mesh.dp_rank == 0 else 6
     mask = np.arange(length) > 1
@@ -229,7 +229,7 @@ def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "sp_size"), [(2, 1), (4, 2)])
-def test_a_sequence_over_the_budget_is_refused_on_all_ranks_at_once(model_path, num_ranks, sp_size):
+def test_a_sequence_over_the_budget_raises_an_error_on_all_ranks(model_path, num_ranks, sp_size):
     """If one rank raised the error alone, the other ranks would wait in a collective for ten minutes."""
     learner = config(num_ranks, sp_size=sp_size, max_tokens=20)
     errors = run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 50, timeout_s=60.0)

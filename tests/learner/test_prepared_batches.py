@@ -1,4 +1,4 @@
-"""The thread that prepares batches: the order of its work, and batches that are withdrawn."""
+"""The thread that prepares batches: the order of its work, and the withdrawal of batches."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def batch(version: int, *group_ids: int) -> RankBatch:
 
 
 class ScriptedRole:
-    """Stands in for a learner role. `prepare` adds the name to ``begun``, and waits for the event ``may_end``."""
+    """A fake learner role. `prepare` adds the name to ``begun``, and then waits for the event ``may_end``."""
 
     def __init__(self, begun: list[str], name: str, *, role: str = "actor", fails: bool = False, lost: int = 0) -> None:
         self.role, self.mesh = SimpleNamespace(name=role), SimpleNamespace(rank=3)
@@ -58,7 +58,7 @@ def work(begun) -> Callable[..., ScriptedRole]:
     return lambda name, **options: ScriptedRole(begun, name, **options)
 
 
-def test_a_batch_is_prepared_before_its_step_asks_for_it(preparer, work, begun):
+def test_a_batch_is_prepared_before_its_step_requests_it(preparer, work, begun):
     announced = work("announced")
     preparer.announce(announced, batch(3, 1))
     assert announced.has_begun.wait(WAIT_S)
@@ -79,7 +79,7 @@ def test_a_batch_is_prepared_one_step_ahead_and_not_two(preparer, work, begun):
     assert begun == ["first", "next", "later"]
 
 
-def test_batches_are_prepared_in_one_order_whether_announced_before_or_after_their_steps(preparer, work, begun):
+def test_the_order_of_preparation_does_not_depend_on_the_time_of_announcements(preparer, work, begun):
     """All ranks must prepare batches in the same order, because the preparation needs collectives.
 
     The controller's calls reach the two threads of a rank in any order.
@@ -94,7 +94,7 @@ def test_batches_are_prepared_in_one_order_whether_announced_before_or_after_the
     assert begun == ["ref 0", "actor 0", "critic 0", "ref 1", "actor 1", "critic 1"]
 
 
-def test_roles_of_a_step_share_the_groups_that_were_fetched(preparer, work):
+def test_roles_of_a_step_share_the_fetched_groups(preparer, work):
     ref, actor = work("ref", role="ref"), work("actor")
     for version, role in ((0, ref), (0, actor), (1, ref)):
         preparer.take(role, batch(version))
@@ -102,7 +102,7 @@ def test_roles_of_a_step_share_the_groups_that_were_fetched(preparer, work):
     assert ref.groups[0] is not ref.groups[1]
 
 
-def test_a_lost_batch_stops_all_later_batches_until_it_is_forgotten(preparer, work):
+def test_after_a_lost_batch_every_batch_fails_until_forget_is_called(preparer, work):
     with pytest.raises(BatchLost, match="step 4 is lost: rank 3 of 'actor' did not find 2 of its 3 groups"):
         preparer.take(work("lost", lost=2), batch(4, 9, 7, 8))
     with pytest.raises(BatchLost, match="the batch of step 5 is lost"):
@@ -112,7 +112,7 @@ def test_a_lost_batch_stops_all_later_batches_until_it_is_forgotten(preparer, wo
     preparer.take(work("again"), batch(4, 6))
 
 
-def test_a_failed_preparation_is_raised_by_its_own_step(preparer, work):
+def test_the_step_of_a_batch_raises_the_error_of_its_preparation(preparer, work):
     preparer.announce(work("first"), batch(0))
     preparer.announce(work("second", fails=True), batch(1))
     preparer.take(work("never"), batch(0))
@@ -133,7 +133,7 @@ def test_a_batch_that_is_withdrawn_while_it_is_prepared_is_prepared_again(prepar
     assert begun == ["slow", "new"]
 
 
-def test_a_batch_with_other_groups_is_not_taken_for_the_announced_one(preparer, work, begun):
+def test_a_batch_with_other_groups_is_not_mistaken_for_the_announced_batch(preparer, work, begun):
     preparer.announce(work("announced"), batch(5, 1))
     preparer.take(work("other"), batch(5, 2))
     assert begun == ["announced", "other"]

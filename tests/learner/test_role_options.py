@@ -45,7 +45,7 @@ BASE = LearnerConfig(
     device=Device.cpu,
     optimizer=OptimizerConfig(lr=1e-2, eps=1e-4),
     critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2, eps=1e-4)),
-    skip_selftest="test_selftest.py is about it",
+    skip_selftest="test_selftest.py tests it",
 )
 WORKERS = {"rm": RewardModelWorker, "ref": ReferenceWorker, "critic": CriticWorker, "actor": ActorWorker}
 NUM_GROUPS = 5
@@ -54,8 +54,8 @@ NUM_GROUPS = 5
 def group(group_id: int) -> TrajectoryGroup:
     """Return a group whose samples have very different lengths.
 
-    The lengths decide which rank gets which samples. So a batch on four data-parallel ranks is not the same batch on
-    two ranks with each part cut in half: no two of the four ranks together have the samples of one of the two ranks.
+    The lengths decide which rank gets which samples. So no two of four data-parallel ranks together have the samples
+    that one rank has if there are only two ranks.
     """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)
@@ -138,10 +138,10 @@ def with_own(role: str, **own: Any) -> LearnerConfig:
     return replace(BASE, **{section: replace(getattr(BASE, section), **own)})
 
 
-# Options
+# Tests of the options
 
 
-def test_the_own_options_of_a_role_replace_the_learners_and_all_others_stay():
+def test_the_own_options_of_a_role_replace_only_the_same_options_of_the_learner():
     config = replace(
         BASE,
         num_ranks=4,
@@ -162,7 +162,7 @@ def test_the_own_options_of_a_role_replace_the_learners_and_all_others_stay():
     assert config.option_name("ref", "sp_size") == config.option_name("actor", "sp_size") == "learner.sp_size"
 
 
-def test_a_role_in_a_pool_of_another_size_shards_over_all_its_ranks_unless_it_says_otherwise():
+def test_a_role_in_a_pool_of_another_size_shards_over_all_its_ranks_by_default():
     config = replace(BASE, num_ranks=4, sp_size=2, fsdp_size=2, critic=CriticConfig(sp_size=1))
     assert [config.of_role(role, num_ranks=6).fsdp_size for role in ("critic", "ref")] == [-1, -1]
     assert config.of_role("critic", num_ranks=3).num_ranks == 3
@@ -172,7 +172,7 @@ def test_a_role_in_a_pool_of_another_size_shards_over_all_its_ranks_unless_it_sa
     assert own.of_role("critic", num_ranks=6).fsdp_size == 3
 
 
-# Scores
+# Tests of the scores
 
 
 def all_scores(directory: str, config: LearnerConfig, roles: Sequence[str]) -> dict[str, dict[SampleKey, np.ndarray]]:
@@ -181,7 +181,7 @@ def all_scores(directory: str, config: LearnerConfig, roles: Sequence[str]) -> d
 
 
 def merged(parts: Sequence[Mapping[str, Mapping[SampleKey, np.ndarray]]], role: str) -> dict[SampleKey, np.ndarray]:
-    """Merge the scores of all ranks. No sample may be scored twice."""
+    """Merge the scores of all ranks. Each sample must have only one score."""
     found = [(key, value) for part in parts for key, value in part[role].items()]
     assert len(found) == len(dict(found)) == 2 * NUM_GROUPS
     return dict(found)
@@ -204,7 +204,7 @@ def scores_with_the_actors_options(directory: str) -> list[dict[str, dict[Sample
         pytest.param({"offload_policy": True}, 1e-5, id="on-the-host"),
     ],
 )
-def test_scores_of_a_role_with_options_of_its_own_equal_those_with_the_actors(
+def test_the_own_options_of_a_role_do_not_change_its_scores(
     directory, scores_with_the_actors_options, role, own, tolerance
 ):
     got = merged(run_on_ranks(2, all_scores, directory, with_own(role, **own), [role]), role)
@@ -219,9 +219,7 @@ def test_scores_of_a_role_with_options_of_its_own_equal_those_with_the_actors(
 
 
 @pytest.mark.parametrize("order", [("ref", "critic"), ("critic", "ref")])
-def test_roles_with_other_sp_sizes_share_the_groups_that_one_of_them_has_fetched(
-    directory, scores_with_the_actors_options, order
-):
+def test_roles_with_different_sp_sizes_share_the_fetched_groups(directory, scores_with_the_actors_options, order):
     """If ``ref`` fetches first, the two ranks of the critic's sp group have fetched different groups."""
     found = run_on_ranks(2, all_scores, directory, with_own("critic", sp_size=2), order)
     for role in order:
@@ -230,7 +228,7 @@ def test_roles_with_other_sp_sizes_share_the_groups_that_one_of_them_has_fetched
             np.testing.assert_allclose(got[key], value, atol=1e-5)
 
 
-def test_three_layouts_in_four_processes_score_what_one_layout_does(directory, scores_with_the_actors_options):
+def test_roles_with_three_different_layouts_compute_the_scores_of_one_layout(directory, scores_with_the_actors_options):
     config = replace(
         BASE,
         num_ranks=4,
@@ -250,9 +248,9 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """Let the buffer lose all groups after the critic has fetched its groups, and before the actor has.
+    """Let the buffer lose all groups after the critic has fetched its groups, and before the actor fetches its groups.
 
-    Returns the ids of the lost groups, and how many updates the critic made.
+    Returns a pair: the ids of the lost groups, and the number of updates that the critic made.
     """
     config = replace(with_own("critic", sp_size=2), num_ranks=4)
     process = Process(directory, config, ["critic", "actor"], WITHOUT_KL)
@@ -271,7 +269,7 @@ def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
     return lost, critic.model.optimizer.num_updates
 
 
-def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(directory):
+def test_a_batch_that_one_role_loses_is_lost_for_all_roles_of_the_process(directory):
     found = run_on_ranks(4, a_batch_that_the_actor_loses, directory)
     assert set().union(*(lost for lost, _ in found))
     assert {num_updates for _, num_updates in found} == {1}
@@ -302,14 +300,14 @@ def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
     return found
 
 
-def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(directory):
+def test_each_role_follows_its_own_offload_options(directory):
     for found in run_on_ranks(2, bytes_on_the_device, directory):
         started, used, generating, training = found
         weights = started["actor"]
         assert started["ref"] == 0 < weights
         assert used["ref"] == 0
         assert used["actor"] == pytest.approx(3 * weights, rel=0.01)
-        assert used["critic"] == started["critic"] == generating["critic"]  # the critic's own options count
+        assert used["critic"] == started["critic"] == generating["critic"]  # the critic's own options do not offload it
         assert (generating["ref"], generating["actor"]) == (0, 0)
         assert training["actor"] == used["actor"]
 
@@ -322,7 +320,7 @@ def gathered_after_scoring(directory: str) -> list[bool]:
     return [module._get_fsdp_state()._fsdp_param_group.is_unsharded for module in units]
 
 
-def test_a_role_that_has_scored_holds_its_shards_only(directory):
+def test_a_role_stores_only_its_shards_after_scoring(directory):
     for units in run_on_ranks(2, gathered_after_scoring, directory):
         assert units
         assert not any(units)

@@ -1,4 +1,4 @@
-"""The roles' workers through verl's methods on `DataProto`, compared with plain forwards."""
+"""The workers of the roles, called with verl's methods on `DataProto` and compared with plain forwards."""
 
 import os
 from dataclasses import replace
@@ -135,7 +135,7 @@ def test_the_reference_is_a_frozen_copy_and_equals_a_plain_forward(models):
         worker.save_checkpoint("anywhere", 1)
 
 
-def test_values_and_scores_are_at_verls_positions(models):
+def test_values_and_scores_are_at_the_positions_of_verl(models):
     data = rows()
     critic = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=20)
     critic.init_model()
@@ -158,7 +158,7 @@ def test_values_and_scores_are_at_verls_positions(models):
     assert float(values.abs().max()) > 0.1
 
 
-def test_a_critic_of_an_estimator_that_reads_no_values_is_refused(models, tmp_path):
+def test_a_critic_is_refused_if_the_estimator_does_not_use_values(models, tmp_path):
     own = tmp_path / "own.py"
     own.write_text("def outcome(rewards, group_ids):\n    return rewards\n")
     algorithm = replace(ALGORITHM, advantage=f"{own}:outcome", critic=True)
@@ -166,7 +166,7 @@ def test_a_critic_of_an_estimator_that_reads_no_values_is_refused(models, tmp_pa
         CriticWorker(CONFIG, algorithm, model_path=models["critic"], total_steps=20).init_model()
 
 
-def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models, tmp_path):
+def test_an_actor_update_trains_only_the_tokens_of_the_response_mask(models, tmp_path):
     worker, data = actor(models, tmp_path, clip_low=9.0, clip_high=9.0), rows()
     before = worker.compute_log_prob(data).batch["old_log_probs"]
     mask = data.batch["attention_mask"][:, PROMPT:].clone()
@@ -195,7 +195,7 @@ def test_the_actor_publishes_the_next_version_after_an_update(models, tmp_path):
         worker.publish_weights(2)
 
 
-def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(models, tmp_path):
+def test_two_updates_per_step_use_the_old_log_probs_of_the_batch(models, tmp_path):
     worker, data = actor(models, tmp_path, num_mini_batches=2, anchor=Anchor.proximal, weight=Weight.token), rows()
     old = worker.compute_log_prob(data).batch["old_log_probs"]
     data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
@@ -205,7 +205,7 @@ def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(mod
     assert metrics["actor/importance_weight"] == pytest.approx(np.exp(0.5), rel=1e-4)
 
 
-def test_updating_the_critic_brings_values_to_returns(models):
+def test_critic_updates_move_values_towards_returns(models):
     worker, data = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=60), rows()
     worker.init_model()
     data.batch["returns"] = torch.linspace(-1, 1, RESPONSE).expand(4, -1).contiguous()
@@ -237,7 +237,7 @@ def test_invalid_rows_are_refused(models, tmp_path, change, message):
         actor(models, tmp_path).compute_log_prob(data)
 
 
-def test_a_row_without_attended_tokens_counts_as_a_row_without_a_response(models, tmp_path):
+def test_a_row_without_attended_tokens_is_treated_as_a_row_without_a_response(models, tmp_path):
     critic = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=20)
     reward_model = RewardModelWorker(CONFIG, ALGORITHM, model_path=models["rm"])
     critic.init_model()
@@ -257,7 +257,7 @@ def test_a_row_without_attended_tokens_counts_as_a_row_without_a_response(models
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_columns_of_other_float_dtypes_are_trained_on(models, tmp_path, dtype):
+def test_the_actor_trains_on_columns_of_any_float_dtype(models, tmp_path, dtype):
     worker, data = actor(models, tmp_path), rows()
     data.batch["old_log_probs"] = worker.compute_log_prob(data).batch["old_log_probs"].to(dtype)
     data.batch["advantages"] = torch.ones(4, RESPONSE, dtype=dtype)
@@ -277,7 +277,7 @@ def test_a_column_that_does_not_fit_the_responses_is_refused(models, tmp_path, n
         actor(models, tmp_path).update_actor(data)
 
 
-def test_with_adapters_the_actor_is_its_own_reference(models, tmp_path):
+def test_an_actor_with_adapters_computes_the_reference_log_probs(models, tmp_path):
     config = LearnerConfig(device=Device.cpu, optimizer=CONFIG.optimizer, lora=LoraConfig(rank=4))
     worker, data = actor(models, tmp_path, config), rows()
     start = worker.compute_log_prob(data).batch["old_log_probs"]
@@ -294,7 +294,7 @@ def test_with_adapters_the_actor_is_its_own_reference(models, tmp_path):
         actor(models, tmp_path).compute_ref_log_prob(data)
 
 
-def test_the_critic_is_offloaded_and_loaded_by_the_options(models):
+def test_the_critic_follows_the_offload_options(models):
     config = LearnerConfig(device=Device.cpu, critic=CONFIG.critic, offload_at_transition_only=True)
     worker, data = CriticWorker(config, ALGORITHM, model_path=models["critic"], total_steps=20), rows()
     worker.init_model()

@@ -1,4 +1,4 @@
-"""Models whose learner and engine agree only up to some length. The learner refuses longer sequences."""
+"""Models on which learner and engine agree only up to some length. The learner refuses longer sequences."""
 
 import json
 from dataclasses import replace
@@ -70,7 +70,7 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_is_correct_up_to_its_limit_and_longer_is_refused(kind, tmp_path):
+def test_sequences_up_to_the_limit_are_correct_and_longer_ones_are_refused(kind, tmp_path):
     assert max(differences(saved(tmp_path, kind), 1, 1)) < 3e-5
 
 
@@ -105,7 +105,7 @@ def every_kind(paths: list[str], sp_size: int) -> list[float]:
         ),
     ],
 )
-def test_the_limit_is_the_original_length_of_rope_that_depends_on_the_longest(settings, limit):
+def test_the_limit_of_length_dependent_rope_is_its_original_length(settings, limit):
     assert rope_limit(settings) == limit
 
 
@@ -125,7 +125,7 @@ def test_the_limit_of_sparse_attention_is_the_number_of_selected_tokens(settings
     assert (found and found.tokens) == limit
 
 
-def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path):
+def test_the_original_length_of_rope_limits_a_run_before_it_starts(tmp_path):
     settings = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_scaling": {"type": "longrope"}}))
     config = compose_run(["experiment=custom"])
@@ -137,7 +137,7 @@ def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path):
     assert why_positions_end(config) == ""
 
 
-def test_the_positions_of_gpt2_have_another_name_and_limit_a_run_too(tmp_path):
+def test_the_number_of_positions_of_gpt2_limits_a_run(tmp_path):
     save_tiny_model(tmp_path, "gpt2", max_position_embeddings=64)
     config = compose_run(["experiment=custom"])
     assert num_positions(replace(config, model=replace(config.model, path=str(tmp_path)))) == 64

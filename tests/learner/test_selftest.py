@@ -59,7 +59,7 @@ def assert_right(model: PackedModel, path: str) -> None:
         np.testing.assert_allclose(scores[sequence.loss_mask], expected, atol=3e-5)
 
 
-def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(hybrid, monkeypatch, caplog):
+def test_each_sequence_gets_its_own_micro_batch_if_packed_sequences_leak(hybrid, monkeypatch, caplog):
     without_help(monkeypatch)
     model = load(hybrid)
     assert not model.selftest.packs
@@ -67,7 +67,7 @@ def test_if_packed_sequences_leak_each_gets_its_own_micro_batch(hybrid, monkeypa
     assert_right(model, hybrid)
 
 
-def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(tmp_path):
+def test_layers_that_cannot_pack_get_one_micro_batch_per_sequence(tmp_path):
     path = saved(tmp_path, "rwkv")
     model = load(path)
     assert not model.selftest.packs
@@ -75,13 +75,13 @@ def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(tmp_path):
 
 
 def refusal(path: str) -> str:
-    recurrent._carries_state = lambda _module: False  # patches only this separate process
+    recurrent._carries_state = lambda _module: False  # changes only this separate process
     with pytest.raises(ValueError, match="learner cannot train") as refused:
         load(path, num_ranks=2, sp_size=2)
     return str(refused.value)
 
 
-def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hybrid):
+def test_the_error_for_layers_that_need_all_tokens_names_the_remedy(hybrid):
     for message in run_on_ranks(2, refusal, hybrid):
         assert NAMED in message
         assert "set learner.sp_size=1" in message
@@ -96,7 +96,7 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
         ("nemotron", "AttentionInterface"),
     ],
 )
-def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(family, culprit, tmp_path):
+def test_the_error_for_a_wrongly_computed_model_names_its_layer(family, culprit, tmp_path):
     path = saved(tmp_path, family)
     for role in (REFERENCE, CRITIC):
         with pytest.raises(ValueError, match=re.escape(culprit)):
@@ -110,13 +110,13 @@ def test_unknown_logit_transformations_are_refused(family, tmp_path, monkeypatch
         load(saved(tmp_path, family))
 
 
-def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused_by_name(tmp_path):
+def test_an_output_layer_on_other_than_the_last_hidden_states_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"learner cannot train ElectraForCausalLM .* takes 16 values per token.* 32"):
         load(saved(tmp_path, "electra"))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
-def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, caplog):
+def test_dropout_and_noise_of_a_family_are_switched_off_and_logged(family, tmp_path, caplog):
     """With dropout, each micro-batch would use another model."""
     path = saved(tmp_path, family)
     with caplog.at_level(logging.INFO):
@@ -132,7 +132,7 @@ def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, capl
             np.testing.assert_allclose(trained, expected, atol=1e-6)
 
 
-def test_a_model_whose_training_and_scoring_differ_is_refused_by_name(tmp_path, monkeypatch):
+def test_a_model_with_different_values_in_training_and_in_scoring_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "_RANDOM_WHILE_TRAINING", re.compile("(?!)"))
     with pytest.raises(ValueError, match=r"OPTDecoderLayer.* different values in training and in scoring") as refused:
         load(saved(tmp_path, "opt"))
@@ -140,7 +140,7 @@ def test_a_model_whose_training_and_scoring_differ_is_refused_by_name(tmp_path, 
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(hybrid, leaks, monkeypatch):
+def test_the_tolerance_of_half_precision_distinguishes_leaks_from_rounding(hybrid, leaks, monkeypatch):
     if leaks:
         without_help(monkeypatch)
     found = load(hybrid, dtype="bfloat16").selftest
@@ -149,7 +149,7 @@ def test_the_tolerance_of_half_precision_tells_leaks_from_rounding(hybrid, leaks
 
 def test_the_self_test_does_not_change_the_model(hybrid):
     states = []
-    for reason in ("compared with a load that tests", ""):
+    for reason in ("this load is compared with a load that runs the self-test", ""):
         torch.manual_seed(7)
         config = replace(CPU, dtype="bfloat16", skip_selftest=reason)
         # Use float32 weights and compute in bfloat16, so that FSDP shards the model even on one rank.
@@ -169,13 +169,13 @@ def test_the_self_test_is_skipped_with_a_reason(hybrid, monkeypatch, caplog):
     assert "checked by hand" in caplog.text
 
 
-def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid):
+def test_the_self_test_finds_that_actor_and_critic_can_pack(hybrid):
     for role in (ACTOR, CRITIC):
         found = PackedModel(CPU, role, model_path=hybrid).selftest
         assert found.packs
 
 
-def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
+def test_a_model_type_without_the_head_of_the_role_is_refused(tmp_path):
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"no model with the head .* model type 't5'"):
         load(str(tmp_path))
@@ -187,7 +187,7 @@ def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None, **rest: Any) -> Any:
-    """Stands in for the kernel of flash-linear-attention. Computes each sequence separately."""
+    """Replaces the kernel of flash-linear-attention. Computes each sequence separately."""
     plain = modeling_qwen3_next.torch_chunk_gated_delta_rule
     assert cu_seqlens is not None
     g, beta = rest.pop("g"), rest.pop("beta")
@@ -197,7 +197,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor 
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, seq_idx: Tensor | None) -> Tensor:
-    """Stands in for causal_conv1d_fn on [1, channels, N].
+    """Replaces causal_conv1d_fn on inputs [1, channels, N].
 
     Computes each sequence separately. ``seq_idx`` has the index of each token's sequence.
     """
@@ -210,7 +210,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: s
 
 
 @pytest.mark.parametrize("honours", [True, False])
-def test_kernels_with_sequence_boundaries_get_them_and_are_checked(hybrid, honours, monkeypatch):
+def test_a_kernel_gets_sequence_boundaries_only_if_it_respects_them(hybrid, honours, monkeypatch):
     def deaf(*args: Any, cu_seqlens: Tensor | None = None, **rest: Any) -> Any:
         return modeling_qwen3_next.torch_chunk_gated_delta_rule(*args, **rest)
 
@@ -277,7 +277,7 @@ def test_the_method_for_recurrent_layers_is_logged(hybrid, caplog):
         ("llama4_text", {"attention_chunk_size": 8192}),
     ],
 )
-def test_the_self_test_crosses_a_window_longer_than_its_sequences(family, option, tmp_path, monkeypatch):
+def test_the_self_test_checks_windows_longer_than_its_sequences(family, option, tmp_path, monkeypatch):
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.3, **option)
     model = load(path)
     held = [vars(part)[name] for part in model.pretrained.modules() for name in option if vars(part).get(name)]
@@ -288,7 +288,7 @@ def test_the_self_test_crosses_a_window_longer_than_its_sequences(family, option
 
 
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_routing_that_rounding_decides_does_not_refuse_a_mixture(tmp_path, monkeypatch, sp_size):
+def test_a_mixture_with_almost_equal_router_scores_passes_the_self_test(tmp_path, monkeypatch, sp_size):
     """The router gives all experts almost equal scores, as for some tokens of real models."""
     path = saved(tmp_path, "qwen3_moe")
     file = tmp_path / "model" / "model.safetensors"

@@ -72,7 +72,9 @@ def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path
         weights.append([parameter.detach().clone() for parameter in trainer.head.parameters()])
     assert [step["empty_updates"] for step in metrics] == [0.0, 1.0]
     assert metrics[1]["num_tokens"] == metrics[0]["num_tokens"]
-    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.5), "the norm must not be halved"
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.5), (
+        "the empty update must not halve the mean norm"
+    )
     before = [parameter.clone() for parameter in weights[1]]
     update = policy_step(trainer, AlgorithmConfig())
     only_empty = [replace(s, mini_batch=0) for s in without]
@@ -81,7 +83,7 @@ def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path
         torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
 
 
-def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path):
+def test_a_step_whose_masks_reject_every_token_changes_no_weight(model_path):
     """The tokens that a mask rejects stay in the loss, but their gradient is zero.
 
     If all tokens are rejected, the optimizer's update must be skipped, because momentum and weight decay would change
@@ -98,7 +100,7 @@ def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path):
         torch.testing.assert_close(left, right.detach(), rtol=0, atol=0)
 
 
-def test_the_proximal_policy_is_the_one_before_the_step(model_path):
+def test_the_proximal_policy_is_the_policy_before_the_step(model_path):
     """The second update must use the log-probs from the start of the step, not the log-probs after the first update."""
     seen = []
 
@@ -166,7 +168,7 @@ def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(m
         ({"skip_selftest": "the training forward is not compared with scoring"}, 6),
     ],
 )
-def test_a_training_forward_that_may_differ_from_scoring_is_not_the_proximal_one(model_path, changes, num_scored):
+def test_proximal_log_probs_are_scored_if_the_training_forward_can_differ(model_path, changes, num_scored):
     scored = []
     trainer = Trainer(replace(CONFIG, **changes), model_path=model_path, total_updates=8)
     score = trainer.scores
@@ -177,7 +179,7 @@ def test_a_training_forward_that_may_differ_from_scoring_is_not_the_proximal_one
     assert scored == [num_scored]
 
 
-def test_a_measured_step_needs_no_forward_for_proximal_log_probs(model_path):
+def test_measuring_a_step_needs_no_forward_for_proximal_log_probs(model_path):
     trainer, sequences = trainer_of(model_path), mini_batched(random_sequences(6), 2)
     algorithm = AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal, weight=Weight.token)
     scores = trainer.scores(sequences)

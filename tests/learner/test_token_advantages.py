@@ -44,14 +44,14 @@ def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: fl
     ]
 
 
-def test_gae_follows_the_critic_and_stays_inside_each_trajectory():
+def test_gae_uses_the_critics_values_and_does_not_cross_trajectories():
     rewards, values = torch.tensor([0.0, 1.0, 0.0, 0.0, 2.0]), torch.tensor([0.5, 0.6, 1.0, 1.0, 1.0])
     lengths = torch.tensor([2, 3])
     advantages, returns = generalized_advantages(rewards, values, lengths, gamma=1.0, gae_lambda=0.5)
     assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
     assert returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
     discounted, _ = generalized_advantages(rewards, values, lengths, gamma=0.5, gae_lambda=1.0)
-    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns minus values
+    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # the discounted returns minus the values
 
 
 def test_a_truncated_trajectory_can_bootstrap():
@@ -67,7 +67,7 @@ def test_a_truncated_trajectory_can_bootstrap():
     st.floats(0, 1),
     st.floats(0, 1),
 )
-def test_gae_is_the_sum_that_the_paper_writes(trajectories, gamma, gae_lambda):
+def test_gae_equals_the_sum_in_the_paper(trajectories, gamma, gae_lambda):
     rewards = torch.tensor([r for t in trajectories for r, _ in t], dtype=torch.float64)
     values = torch.tensor([v for t in trajectories for _, v in t], dtype=torch.float64)
     last = torch.arange(len(trajectories), dtype=torch.float64)
@@ -122,14 +122,14 @@ def test_equal_rewards_give_zero_token_advantages(name, reward):
     assert got.advantages.tolist() == [0.0] * 7
 
 
-def test_a_small_difference_between_large_values_is_kept():
+def test_large_values_with_a_small_difference_are_standardized_correctly():
     got = standardized(torch.tensor([1e6, 1e6 + 1], dtype=torch.float64), alone)
     assert got.tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)])
     assert standardized(torch.tensor([5.0], dtype=torch.float64), alone).tolist() == [0.0]
     assert standardized(torch.zeros(0, dtype=torch.float64), alone).tolist() == []
 
 
-def test_long_and_short_trajectories_sum_over_any_number_of_blocks():
+def test_returns_to_go_are_correct_over_any_number_of_blocks():
     lengths = torch.tensor([0, 1, 63, 64, 65, 500, 2, 128, 9000, 0, 3])  # 9000 tokens are more than 64 blocks of 64
     rewards = torch.randn(int(lengths.sum()), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     got = returns_to_go(rewards, lengths, gamma=0.97)
@@ -143,7 +143,7 @@ def test_long_and_short_trajectories_sum_over_any_number_of_blocks():
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64))
 
 
-def test_nan_rewards_stay_in_their_trajectory():
+def test_a_nan_reward_affects_only_its_own_trajectory():
     rewards = torch.ones(300, dtype=torch.float64)
     rewards[150] = torch.nan
     got = returns_to_go(rewards, torch.tensor([100, 100, 100]), gamma=1.0)
@@ -152,7 +152,7 @@ def test_nan_rewards_stay_in_their_trajectory():
     assert got[151:200].isfinite().all()
 
 
-def test_noise_in_equal_tokens_is_not_whitened_to_size_one():
+def test_rounding_noise_in_equal_token_rewards_does_not_become_advantages():
     batch = TokenRewards(
         rewards=torch.tensor([0.5, 0.5 + 1e-7], dtype=torch.float64),
         lengths=torch.tensor([1, 1]),

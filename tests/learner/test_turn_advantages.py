@@ -39,7 +39,7 @@ def given_turn(length: int, parent: int) -> Turn:
 
 
 def chain(rewards: Sequence[float], outcome: float = 0.0, *, length: int = 2, cut: bool = False) -> Trajectory:
-    """Return a chain of turns: a prompt, and one sampled turn per reward, with an observation between two turns."""
+    """Return a prompt, and one sampled turn per reward. There is an observation between two sampled turns."""
     turns = [PROMPT]
     for index in range(len(rewards)):
         if index:
@@ -102,7 +102,7 @@ def advantages(found: dict[tuple[int, int, int], tuple[float, float]]) -> list[l
     return list(by_trajectory.values())
 
 
-def test_turn_gae_steps_over_turns_of_any_length_as_gae_over_tokens():
+def test_turn_gae_counts_a_turn_of_any_length_as_one_step():
     for length in (1, 5):
         got = estimated(
             [[chain([0.0, 0.0], 1.0, length=length)]],
@@ -131,7 +131,7 @@ def test_a_reward_is_not_credited_to_later_turns():
     assert advantages(estimated([[early, none]], advantage="turn_gae", whiten_advantages=False))[0] == [1, 0, 0]
 
 
-def test_a_turn_that_no_other_trajectory_reaches_has_the_advantage_of_the_turn_before_it():
+def test_a_turn_index_that_only_one_trajectory_reaches_has_the_previous_advantage():
     group = [chain([0.0]), chain([0.0, 0.0]), chain([0.0, 0.0, 0.0, 0.25], 1.0)]
     got = advantages(estimated([group], advantage="turn_grpo_no_std"))
     assert got[0] == [pytest.approx(-1.25 / 3)]
@@ -140,7 +140,7 @@ def test_a_turn_that_no_other_trajectory_reaches_has_the_advantage_of_the_turn_b
     assert advantages(estimated([[chain([1.0, 2.0])]], advantage="turn_grpo")) == [[0.0, 0.0]]
 
 
-def test_the_outcome_of_long_and_short_trajectories_is_compared_at_every_index_that_two_reach():
+def test_outcomes_are_compared_at_each_turn_index_that_two_trajectories_reach():
     """Compare trajectories of 3, 3, 5 and 4 turns that differ only in their outcomes, because all turn rewards are 0.
 
     The first three turns exist in all trajectories. There, each turn has the advantage that GRPO gives its trajectory.
@@ -182,7 +182,7 @@ def test_the_reward_of_an_observation_belongs_to_the_turn_before_it():
     assert got[0, 0, 3] == (9.0,) * 2
 
 
-def test_a_trajectory_with_several_turns_of_an_index_counts_once():
+def test_a_trajectory_with_several_turns_of_the_same_index_counts_once():
     forked = tree(0.0, {3: 3.0, 4: 1.0, 8: 2.0})
     group = [forked, chain([0.0, 5.0])]
     got = estimated([group], advantage="turn_grpo_no_std")
@@ -199,7 +199,7 @@ def test_a_trajectory_with_several_turns_of_an_index_counts_once():
     assert divided[0, 0, 4][0] == pytest.approx((1 - second) / deviation)
 
 
-def test_noise_between_branches_of_equal_mean_is_divided_by_its_own_size():
+def test_branches_of_trajectories_with_equal_means_have_bounded_advantages():
     group = [tree(0.0, {3: 1.0, 4: -1.0, 8: 0.0}), chain([0.0, 0.0])]
     got = estimated([group], advantage="turn_grpo")
     assert abs(got[0, 0, 3][0]) < 2
@@ -214,7 +214,7 @@ def test_truncated_trajectories_count_in_the_baseline_but_are_not_in_the_loss():
     assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # mean and deviation exclude the cut trajectory
 
 
-def test_a_turn_without_tokens_passes_its_reward_on():
+def test_the_reward_of_a_turn_without_tokens_counts_for_the_turn_before_it():
     silent = chain([0.0, 2.0, 1.0])
     turns = list(silent.turns)
     turns[3] = sampled(0, 2)
@@ -239,7 +239,7 @@ REWARD = st.sampled_from([0.0, 1.0, -1.0, 0.1, 1e6, 1e6 + 1]) | st.floats(-10, 1
 
 
 @given(st.lists(st.lists(REWARD, min_size=2, max_size=6), min_size=1, max_size=4), st.booleans())
-def test_single_turns_have_exactly_the_advantages_of_grpo(groups, as_turn_reward):
+def test_trajectories_of_one_turn_have_exactly_the_advantages_of_grpo(groups, as_turn_reward):
     """The reward of a trajectory is either its outcome, or the reward of its only turn."""
     trees = [[chain([r] if as_turn_reward else [0.0], 0.0 if as_turn_reward else r) for r in group] for group in groups]
     ids = torch.tensor([index for index, group in enumerate(groups) for _ in group])
@@ -250,7 +250,7 @@ def test_single_turns_have_exactly_the_advantages_of_grpo(groups, as_turn_reward
 
 
 @given(st.lists(st.tuples(st.floats(-9, 9, width=32), st.floats(-9, 9, width=32)), min_size=2, max_size=8))
-def test_single_turns_have_exactly_the_advantages_of_gae_of_one_step(pairs):
+def test_trajectories_of_one_turn_have_exactly_the_advantages_of_gae(pairs):
     groups = [[chain([0.0], reward, length=1)] for reward, _ in pairs]
     values = {(index, 0, 1): value for index, (_, value) in enumerate(pairs)}
     for whiten in (False, True):
@@ -353,7 +353,7 @@ class Plain:
 
 
 @given(st.lists(st.lists(forests(), min_size=1, max_size=4), min_size=1, max_size=2), st.sampled_from([1.0, 0.5]))
-def test_any_forests_have_the_advantages_of_a_plain_recursion(groups, gamma):
+def test_random_forests_have_the_advantages_of_a_plain_recursion(groups, gamma):
     plain = {(g, s): Plain(one) for g, group in enumerate(groups) for s, one in enumerate(group)}
     keys = {(*key, place) for key, one in plain.items() for place in one.sampled}
     values = {key: 0.25 * (sum(key) % 7) for key in keys}
@@ -383,7 +383,7 @@ def compared(plain: dict[tuple[int, int], Plain], group: int, sample: int, turn:
     return own.returned(turn, gamma) - mean(means)
 
 
-def test_whitening_counts_a_trajectory_of_thirty_turns_as_one_of_one_turn():
+def test_whitening_gives_long_and_short_trajectories_the_same_weight():
     groups = [[chain([0.0] * 29 + [1.0], length=1)], [chain([3.0])]]
     got = advantages(estimated(groups, advantage="turn_gae", gamma=1.0))
     assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # the mean counts trajectories: it is 2, not (30 + 3) / 31
@@ -391,7 +391,7 @@ def test_whitening_counts_a_trajectory_of_thirty_turns_as_one_of_one_turn():
 
 
 @pytest.mark.parametrize("aggregation", [Aggregation.sequence_mean, Aggregation.token_mean])
-def test_a_trajectory_of_thirty_turns_weighs_as_one_of_one_turn_under_sequence_mean(aggregation):
+def test_sequence_mean_gives_long_and_short_trajectories_the_same_weight(aggregation):
     forked = [PROMPT, sampled(2, 0)]
     for _ in range(28):
         forked += [given_turn(1, len(forked) - 1), sampled(2, len(forked))]

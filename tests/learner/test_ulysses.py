@@ -104,7 +104,7 @@ def test_two_ranks_exchange_heads_and_tokens():
         assert (seen["nested none"], seen["nested alone"], seen["restored"]) == (2, 1, 2)
 
 
-def test_without_a_group_everything_is_the_identity():
+def test_without_a_process_group_each_function_returns_its_input():
     x = torch.randn(1, 4, 6, 2)
     assert gather_seq_scatter_heads(x, seq_dim=2, head_dim=1) is x
     assert gather_heads_scatter_seq(x, head_dim=2, seq_dim=1) is x
@@ -115,7 +115,7 @@ def test_without_a_group_everything_is_the_identity():
         assert manager.preprocess_data(data) is manager.postprocess_data(data) is data
 
 
-def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own():
+def test_padding_tokens_have_their_own_positions():
     ids, positions = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[0, 1, 0, 1, 2]])
     padded, where, count = ulysses_pad(input_ids_rmpad=ids, position_ids_rmpad=positions, sp_size=4, pad_value=1)
     assert (padded.tolist(), where.tolist(), count) == ([[5, 6, 7, 8, 9, 1, 1, 1]], [[0, 1, 0, 1, 2, 0, 1, 2]], 3)
@@ -127,7 +127,7 @@ def test_tokens_are_padded_to_a_multiple_with_positions_of_their_own():
         ulysses_pad(ids, positions[:, :4], 2)
 
 
-def test_an_exchange_keeps_its_arguments_in_the_published_order():
+def test_the_exchange_functions_have_the_published_signatures():
     for function, want in {
         gather_seq_scatter_heads: "x seq_dim head_dim unpadded_dim_size=0 group=None",
         gather_heads_scatter_seq: "x head_dim seq_dim group=None",

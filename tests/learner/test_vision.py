@@ -32,9 +32,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_groups(model_path: str) -> list[TrajectoryGroup]:
-    """Return groups of two prompts that have equal tokens but different images.
+    """Return three groups. The prompts of the first two groups have equal tokens but different images.
 
-    In one trajectory, a tool returns an image. The last group has only text.
+    In one trajectory of each of these groups, a tool returns an image. The last group has only text.
     """
     reader = ImageReader(model_path=model_path, max_pixels=4096)
     images = [reader.image(as_png(picture(seed)), "image") for seed in range(3)]
@@ -145,7 +145,7 @@ def test_another_image_with_equal_tokens_gives_other_log_probs(expected: list[np
     assert abs(expected[1] - expected[4]).max() > 0.01
 
 
-def test_prompts_with_equal_tokens_share_them_only_with_equal_images(sequences: list[TokenSequence]) -> None:
+def test_prompts_with_equal_tokens_are_shared_only_if_their_images_are_equal(sequences: list[TokenSequence]) -> None:
     num_prompt = len(sequences[0].input_ids) - 5
     one, other = (sequences[place].input_ids[:num_prompt].tolist() for place in (0, 3))
     assert one == other
@@ -154,11 +154,11 @@ def test_prompts_with_equal_tokens_share_them_only_with_equal_images(sequences: 
     num_own = sum(len(sequence.input_ids) - num_shared for sequence in sequences[:6])
     assert len(batch.input_ids) == 2 * num_shared + num_own + len(sequences[6].input_ids)
     assert batch.grids is not None
-    assert len(batch.grids) == 4  # two prompts' images, and the tool's image in each group
+    assert len(batch.grids) == 4  # two images of prompts, and two images of tools
     assert batch.position_ids.shape == (3, len(batch.input_ids))
 
 
-def test_a_micro_batch_holds_only_the_images_that_it_needs(sequences: list[TokenSequence]) -> None:
+def test_a_micro_batch_contains_only_the_images_that_it_needs(sequences: list[TokenSequence]) -> None:
     (batch,) = Packer(max_tokens=256).pack(sequences[:2])
     assert batch.grids is not None
     assert batch.grids.tolist() == [[1, 2, 4]]
@@ -167,7 +167,9 @@ def test_a_micro_batch_holds_only_the_images_that_it_needs(sequences: list[Token
     assert text.position_ids.ndim == 1
 
 
-def test_an_update_on_images_equals_one_of_transformers(model_path: str, sequences: list[TokenSequence]) -> None:
+def test_an_update_on_images_equals_an_update_with_transformers(
+    model_path: str, sequences: list[TokenSequence]
+) -> None:
     trainer = make_trainer(model_path, max_tokens_per_micro_batch=64)
     objective = policy_objective(AlgorithmConfig())
     metrics = trainer.update(
@@ -188,7 +190,7 @@ def test_an_update_on_images_equals_one_of_transformers(model_path: str, sequenc
     assert float(model.model.visual.patch_embed.proj.weight.grad.abs().max()) > 0
 
 
-def test_a_frozen_tower_does_not_change(model_path: str, sequences: list[TokenSequence]) -> None:
+def test_a_frozen_vision_tower_does_not_change(model_path: str, sequences: list[TokenSequence]) -> None:
     trainer = make_trainer(model_path, freeze_vision=True)
     before = {name: p.detach().clone() for name, p in trainer.pretrained.named_parameters()}
     trainer.update(sequences, policy_objective(AlgorithmConfig()))
@@ -204,7 +206,7 @@ def test_adapters_and_critics_of_models_with_images_are_refused(model_path: str)
         CRITIC.load(model_path, torch.float32)
 
 
-def test_a_groups_columns_must_fit_their_grids(model_path: str) -> None:
+def test_the_image_columns_of_a_group_must_fit_its_image_grids(model_path: str) -> None:
     group = make_groups(model_path)[0]
     bad = {**group.image_columns, "pixels": group.image_columns["pixels"][:-1]}
     with pytest.raises(ValueError, match=r"prompt group 0: image column 'pixels' must be \[16, …\] uint8"):

@@ -139,14 +139,14 @@ def rewritten(path: str, change: dict[str, torch.Tensor | None]) -> None:
     save_file({name: value for name, value in weights.items() if value is not None}, file, metadata={"format": "pt"})
 
 
-def test_a_missing_weight_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_weight(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     rewritten(path, {"model.norm.weight": None})
     with pytest.raises(ValueError, match=r"lacks \['model\.norm\.weight'\]"):
         loaded(path)
 
 
-def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_weight_with_a_wrong_shape(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     rewritten(path, {"model.norm.weight": torch.ones(31)})
     with pytest.raises(ValueError, match=r"at model\.norm\.weight: the files have the shape \[31\], expected \[32\]"):
@@ -164,7 +164,7 @@ def test_tied_weights_may_be_stored_twice_if_they_are_equal(tmp_path: Path) -> N
         loaded(path)
 
 
-def test_only_the_output_layer_of_tied_weights_may_be_stored(tmp_path: Path) -> None:
+def test_tied_weights_load_if_only_the_output_layer_is_stored(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     want = expected(path)
     rewritten(
@@ -174,7 +174,7 @@ def test_only_the_output_layer_of_tied_weights_may_be_stored(tmp_path: Path) -> 
     assert_equal(loaded(path)[0], want)
 
 
-def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
@@ -182,7 +182,7 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
         load_causal_lm(path, torch.float32)
 
 
-def test_the_files_are_read_into_the_types_and_settings_of_the_family(tmp_path: Path) -> None:
+def test_loading_uses_the_dtypes_and_generation_settings_of_the_family(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "deepseek_v3")
     GenerationConfig(eos_token_id=[3, 4]).save_pretrained(path)
     model = load_causal_lm(path, torch.bfloat16)

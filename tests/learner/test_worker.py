@@ -50,7 +50,7 @@ def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
 
 
 class ScriptedBuffer:
-    """A buffer that serves batches and keeps the offers of weights."""
+    """A buffer that serves batches and stores the offers of weights."""
 
     offers: ClassVar[list[WeightOffer]] = []
 
@@ -135,7 +135,7 @@ def test_two_ranks_make_the_same_step_as_one(directory, outcomes):
         torch.testing.assert_close(two[name], value, atol=1e-5, rtol=1e-4)
 
 
-def test_the_record_replays_under_the_weights_that_were_trained(directory):
+def test_the_trajectory_record_has_the_lags_rewards_and_advantages_of_the_step(directory):
     one_step(directory, 1)
     table = pq.read_table(f"{directory}/trajectories1/step_00000007_rank0.parquet").to_pylist()
     assert [(row["group_id"], row["lag"], row["reward"]) for row in table] == [
@@ -150,7 +150,7 @@ def test_the_record_replays_under_the_weights_that_were_trained(directory):
 
 
 @pytest.mark.usefixtures("outcomes")
-def test_the_token_log_has_log_probs_before_the_update_from_one_rank(directory):
+def test_the_token_log_has_the_log_probs_of_one_rank_before_the_update(directory):
     (file,) = Path(directory, "tokens2").iterdir()
     rows = pq.read_table(file).to_pylist()
     assert [(row["group_id"], len(row["response_ids"])) for row in rows] == [(2, 3), (2, 5)]
@@ -163,14 +163,14 @@ def test_the_token_log_has_log_probs_before_the_update_from_one_rank(directory):
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_batch_that_breaks_the_bound_is_refused(directory, max_lag):
+def test_a_batch_with_a_group_outside_the_lag_bound_is_refused(directory, max_lag):
     worker = start(directory, 1)
     with pytest.raises(StalenessError, match=rf"group 3 has lag 2 at learner version 7, outside 0\.\.{max_lag}"):
         worker.step(batch([3], max_lag=max_lag))
 
 
 class ForgetfulBuffer(ScriptedBuffer):
-    """A buffer that lacks the groups in ``lost``. A call of `fetch` times out for each entry of ``is_late``."""
+    """A buffer without the groups in ``lost``. One call of `fetch` times out per entry of ``is_late``."""
 
     lost: ClassVar[set[int]] = set()
     is_late: ClassVar[list[bool]] = []
@@ -244,7 +244,7 @@ def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_steps_on_batches_that_were_prepared_before_are_bit_for_bit_the_same(directory, sp_size):
+def test_steps_on_batches_prepared_in_advance_are_bit_for_bit_the_same(directory, sp_size):
     ahead = run_on_ranks(2, two_steps, directory, 2, sp_size, True)
     assert ahead == run_on_ranks(2, two_steps, directory, 2, sp_size, False)
 
@@ -276,7 +276,7 @@ def a_lost_batch_that_was_announced(directory: str) -> tuple[list[int], list[str
     return lost, raised
 
 
-def test_an_announced_batch_that_is_lost_stops_its_own_step_and_can_be_planned_again(directory):
+def test_a_lost_announced_batch_fails_in_its_own_step_and_can_be_planned_again(directory):
     (none, first), (lost, second) = run_on_ranks(2, a_lost_batch_that_was_announced, directory)
     assert (none, lost) == ([], [5])
     for step, skipped in (first, second):
@@ -288,13 +288,13 @@ def weights_norm(worker: ActorWorker) -> float:
     return sum(float(parameter.full_tensor().norm()) for parameter in worker.model.head.parameters())
 
 
-def test_a_batch_lost_on_one_rank_changes_no_rank_and_can_be_planned_again(directory):
+def test_a_batch_that_one_rank_loses_updates_no_rank_and_can_be_planned_again(directory):
     (lost, before, after), (other, _, _) = run_on_ranks(2, a_lost_batch, directory)
     assert (lost, other) == ([1, 2], [])
     assert after != before
 
 
-def test_a_saved_policy_is_the_published_one(directory, tmp_path):
+def test_a_saved_policy_equals_the_published_policy(directory, tmp_path):
     worker = start(directory, 1)
     worker.step(batch([1, 2]))
     worker.save_policy(str(tmp_path / "policy"))
@@ -319,7 +319,7 @@ def test_a_resumed_worker_makes_the_same_next_step(directory, tmp_path):
     assert (got["loss"], got["grad_norm"], got["lr"]) == (expected["loss"], expected["grad_norm"], expected["lr"])
 
 
-def test_worker_modes_offload_and_load(directory):
+def test_rollout_mode_offloads_the_learner_and_trainer_mode_loads_it(directory):
     worker = start(directory, 1, offload_at_transition_only=True)
     worker.step(batch([1]))
     ScriptedBuffer.offers.clear()
@@ -356,12 +356,12 @@ def slow_offload(directory: str) -> dict[str, float]:
     return times
 
 
-def test_every_rank_offloads_before_engines_on_its_device_are_offered_the_weights(directory):
+def test_every_rank_offloads_before_the_weights_are_offered_to_engines(directory):
     first, second = run_on_ranks(2, slow_offload, directory)
     assert first["offloaded"] < second["offloaded"] < first["offered"]
 
 
-def test_every_sp_rank_of_a_group_gets_its_shard():
+def test_every_rank_of_an_sp_group_gets_the_shard_of_its_group():
     shards: list[Any] = ["first", "second"]
     (parts,), kwargs = PER_DP_RANK["dispatch_fn"](SimpleNamespace(world_size=4), shards)
     assert (parts, kwargs) == (["first", "first", "second", "second"], {})

@@ -81,13 +81,13 @@ def as_received(frames):
 
 @given(values)
 @settings(max_examples=200)
-def test_any_nested_value_comes_back_equal(value):
+def test_decoding_restores_any_nested_value(value):
     assert deep_equal(codec.decode(as_received(codec.encode(value))), value)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
 @settings(max_examples=300)
-def test_random_bytes_only_ever_raise_wire_error(frames):
+def test_random_bytes_raise_only_wire_error(frames):
     for candidate in (frames, [PREFIX + frames[0], *frames[1:]] if frames else frames):
         with suppress(WireError):
             codec.decode(candidate)
@@ -110,7 +110,7 @@ def test_buffers_are_not_copied_on_either_side():
     assert not decoded.flags.writeable
 
 
-def test_an_object_that_an_array_has_several_times_is_sent_once():
+def test_an_object_that_occurs_several_times_in_an_array_is_sent_once():
     """After `DataProto.repeat`, several rows of a batch refer to the same image object."""
     images = [{"pixels": np.zeros(10_000)}, {"pixels": np.ones(10_000)}]
     array = object_array(images).repeat(16).reshape(4, 8)
@@ -121,20 +121,20 @@ def test_an_object_that_an_array_has_several_times_is_sent_once():
     assert decoded[0, 0] is decoded[1, 7]
 
 
-def test_a_tensor_from_read_only_memory_is_a_copy_that_may_be_written():
+def test_a_tensor_from_read_only_memory_is_a_writable_copy():
     frame = as_received(codec.encode(torch.zeros(4)))
     tensor = codec.decode(frame)
     tensor += 1
     assert codec.decode(frame).tolist() == [0, 0, 0, 0]
 
 
-def test_columns_come_back_as_views():
+def test_decoded_columns_are_views_of_the_received_buffer():
     frames = as_received(codec.encode(codec.Columns({"a": torch.arange(4)})))
     tensor = codec.decode(frames)["a"]
     assert tensor.data_ptr() == np.frombuffer(frames[1], dtype=np.uint8).ctypes.data
 
 
-def test_jagged_tensors_keep_their_rows_and_their_holes():
+def test_the_codec_restores_jagged_tensors_with_and_without_gaps():
     nested = torch.nested.nested_tensor([torch.arange(2.0), torch.arange(3.0)], layout=torch.jagged)
     holes = torch.nested.nested_tensor_from_jagged(torch.arange(6), torch.tensor([0, 3, 6]), torch.tensor([1, 2]))
     for tensor in (nested, holes):
@@ -142,7 +142,7 @@ def test_jagged_tensors_keep_their_rows_and_their_holes():
         assert [row.tolist() for row in rows] == [row.tolist() for row in tensor.unbind()]
 
 
-def test_not_contiguous_views_and_foreign_byte_orders_travel():
+def test_the_codec_restores_non_contiguous_views_and_other_byte_orders():
     for array in (np.arange(12).reshape(3, 4).T, np.arange(5, dtype=">i4"), np.arange(10)[::2]):
         decoded = codec.decode(as_received(codec.encode(array)))
         assert decoded.dtype == array.dtype
@@ -154,12 +154,12 @@ def test_numpy_scalars_keep_their_type():
         assert type(codec.decode(codec.encode(scalar))) is type(scalar)
 
 
-def test_a_value_that_does_not_travel_is_named():
+def test_the_error_names_the_path_of_an_unsupported_value():
     with pytest.raises(WireError, match=r"value\['a'\]\[1\]\[0\]: the codec does not support object"):
         codec.encode({"a": [0, np.array([object(), 1], dtype=object)]})
 
 
-def test_values_that_the_codec_cannot_encode_go_through_the_list_foreign():
+def test_values_that_the_codec_cannot_encode_are_passed_in_the_list_foreign():
     foreign = []
     frames = codec.encode({"f": len, "x": 1}, foreign=foreign)
     assert foreign == [len]
@@ -168,7 +168,7 @@ def test_values_that_the_codec_cannot_encode_go_through_the_list_foreign():
         codec.decode(frames)
 
 
-def test_a_list_that_holds_itself_is_refused():
+def test_a_list_that_contains_itself_is_refused():
     loop = []
     loop.append(loop)
     with pytest.raises(WireError, match="contain itself"):
@@ -176,7 +176,7 @@ def test_a_list_that_holds_itself_is_refused():
 
 
 @pytest.mark.parametrize("wrap", [lambda inner: [inner], lambda inner: (inner,), lambda inner: {"k": inner}])
-def test_values_may_nest_some_hundred_levels_deep_and_no_deeper(wrap):
+def test_values_can_nest_only_some_hundred_levels_deep(wrap):
     value = 1
     for depth in range(1100):
         value = wrap(value)
@@ -186,7 +186,7 @@ def test_values_may_nest_some_hundred_levels_deep_and_no_deeper(wrap):
         codec.encode(value)
 
 
-def test_missing_and_surplus_buffers_are_refused():
+def test_missing_and_additional_buffers_are_refused():
     frames = codec.encode([np.zeros(10), np.zeros(10)])
     with pytest.raises(WireError, match="truncated"):
         codec.decode(frames[:2])
@@ -196,7 +196,7 @@ def test_missing_and_surplus_buffers_are_refused():
         codec.decode([frames[0], b"123", frames[2]])
 
 
-def test_another_version_is_refused_by_name():
+def test_the_error_names_an_unknown_version_of_the_format():
     with pytest.raises(WireError, match="version 2"):
         codec.decode([b"aRL\x02\xc0"])
 

@@ -70,7 +70,7 @@ def test_structured_arrays(fields, align, shape):
     same_array(received(array), array)
 
 
-def test_strings_of_any_length_special_floats_and_mapped_files(tmp_path):
+def test_the_codec_restores_long_strings_special_floats_and_mapped_files(tmp_path):
     strings = np.array([["", "a" * 300], ["ü", "\U0001f600"]], dtype=np.dtypes.StringDType())
     assert received(strings).dtype == strings.dtype
     assert received(strings).tolist() == strings.tolist()
@@ -90,7 +90,7 @@ def test_strings_of_any_length_special_floats_and_mapped_files(tmp_path):
         np.array(["a", None], dtype=np.dtypes.StringDType(na_object=None)),
     ],
 )
-def test_arrays_that_would_not_come_back_as_they_were_are_refused_and_left_to_pickle(array):
+def test_arrays_that_the_codec_cannot_restore_are_refused_and_left_to_pickle(array):
     with pytest.raises(WireError, match=r"value\['x'\]: the codec does not support .*rray of dtype"):
         codec.encode({"x": array})
     foreign = []
@@ -111,7 +111,7 @@ def test_torch_tensors(dtype, shape):
             assert torch.equal(back.to(wide), candidate.to(wide))
 
 
-def test_tensors_that_are_views_or_need_gradients_come_as_their_values():
+def test_tensors_that_are_views_or_need_gradients_arrive_as_plain_values():
     base = torch.tensor([1 + 2j, 3 - 4j])
     for tensor in (base.conj(), base.imag, base.conj().imag, torch.ones(2, requires_grad=True), torch.ones(3)[::2]):
         back = received(tensor)
@@ -150,7 +150,7 @@ def test_a_jagged_tensor_keeps_its_ragged_dimension_and_its_index_dtype():
     ],
 )
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_tensors_without_plain_memory_are_refused_by_place_and_left_to_pickle(make):
+def test_tensors_without_plain_memory_are_refused_and_left_to_pickle(make):
     tensor = make()
     for value in ({"x": [tensor]}, codec.Columns({"x": tensor})):
         with pytest.raises(WireError, match=r"value\['x'\]"):
@@ -160,7 +160,7 @@ def test_tensors_without_plain_memory_are_refused_by_place_and_left_to_pickle(ma
         assert foreign[0] is tensor
 
 
-def test_scalars_and_containers_keep_type_and_value():
+def test_the_codec_restores_type_and_value_of_scalars_and_containers():
     when = datetime.datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=datetime.UTC)
     value = {
         "int": [0, -1, 2**63 - 1, 2**64 - 1, 2**64, -(2**63) - 1, 10**400],
@@ -188,6 +188,6 @@ def test_scalars_and_containers_keep_type_and_value():
         (np.zeros(1, dtype="i4,f8")[0], "value: the codec does not support numpy.void of dtype"),
     ],
 )
-def test_what_does_not_travel_is_named_with_its_place(value, place):
+def test_the_error_names_the_type_and_the_path_of_an_unsupported_value(value, place):
     with pytest.raises(WireError, match=place):
         codec.encode(value)

@@ -148,7 +148,7 @@ def test_each_role_is_a_group_of_its_own_methods(host):
     assert roles["actor"].other_worker() == ["Critic", "Critic"]
 
 
-def test_roles_live_in_one_process(host):
+def test_colocated_roles_share_one_process(host):
     roles = host.spawn(ROLES)
     assert roles["actor"].workers == roles["critic"].workers == host.workers
     assert roles["actor"].worker_names == host.worker_names
@@ -179,7 +179,7 @@ def test_separate_groups_on_one_pool_give_the_same_results(cluster):
 
 
 @pytest.mark.long
-def test_a_fused_class_has_methods_over_several_roles(cluster):
+def test_a_fused_class_can_have_methods_that_use_several_roles(cluster):
     hybrid = RayClassWithInitArgs(ray.remote(Hybrid))
     hybrid.fused_worker_used = True
     group = RayWorkerGroup(small_pool(1), hybrid)
@@ -191,13 +191,13 @@ def test_a_fused_class_has_methods_over_several_roles(cluster):
     group.shutdown()
 
 
-def test_a_worker_may_hold_another(cluster):
+def test_a_worker_can_contain_another_worker(cluster):
     group = RayWorkerGroup(small_pool(), RayClassWithInitArgs(ray.remote(Outer), x=2))
     assert group.get() == [2, 3]
     group.shutdown()
 
 
-def test_both_names_of_verl_make_the_same_class():
+def test_the_two_names_of_verl_for_colocated_classes_are_equal():
     assert create_colocated_worker_cls is create_colocated_worker_cls_fused
 
 
@@ -209,7 +209,7 @@ def test_a_colocated_class_needs_roles():
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("is_fused", [False, True])
-def test_a_method_that_runs_beside_the_others_is_executed_while_another_one_runs(is_fused):
+def test_a_method_marked_beside_runs_while_another_method_runs(is_fused):
     member = RayClassWithInitArgs(Listener)
     group = host = RayWorkerGroup(
         small_pool(1), create_colocated_worker_cls_fused({"listener": member}) if is_fused else member

@@ -37,7 +37,7 @@ def numbers(data):
     return data.non_tensor_batch["n"].tolist()
 
 
-def test_the_constructor_takes_a_tensordict():
+def test_the_constructor_accepts_a_tensordict():
     data = DataProto(batch=TensorDict({"a": torch.zeros(3, 2)}, batch_size=[3]), meta_info={"t": 1})
     assert len(data) == 3
     assert data.non_tensor_batch == {}
@@ -57,7 +57,7 @@ def test_columns_of_different_length_are_refused():
         DataProto(batch=TensorDict({"a": torch.zeros(2, 2)}, batch_size=[2, 2]))
 
 
-def test_a_single_dict_is_sorted_into_tensors_and_arrays():
+def test_from_single_dict_separates_tensors_and_arrays():
     data = DataProto.from_single_dict(
         {"a": torch.zeros(2), "s": np.array(["x", "y"], dtype=object)}, meta_info={"m": 1}
     )
@@ -68,7 +68,7 @@ def test_a_single_dict_is_sorted_into_tensors_and_arrays():
         DataProto.from_single_dict({"a": [1, 2]})
 
 
-def test_lists_become_object_arrays_as_numpy_makes_them():
+def test_lists_become_the_same_object_arrays_as_in_numpy():
     matrices = [np.zeros((2, 3)), np.zeros((2, 4))]
     data = DataProto.from_dict(
         non_tensors={"even": [[1, 2], [3, 4]], "ragged": [[1], [2, 3]], "dicts": [{"a": 1}, {}], "matrices": matrices}
@@ -82,7 +82,7 @@ def test_lists_become_object_arrays_as_numpy_makes_them():
         DataProto.from_dict(non_tensors=[1, 2])
 
 
-def test_an_int_index_gives_an_item():
+def test_an_int_index_returns_an_item():
     item = batch_of(t=5)[-1]
     assert isinstance(item, DataProtoItem)
     assert item.batch["a"].item() == 30
@@ -107,18 +107,18 @@ def test_an_int_index_gives_an_item():
         (torch.tensor([False, False, False, True]), [3]),
     ],
 )
-def test_every_kind_of_index_takes_the_same_rows_of_tensors_and_arrays(index, expected):
+def test_every_kind_of_index_selects_the_same_rows_of_tensors_and_arrays(index, expected):
     assert numbers(batch_of()[index]) == expected
 
 
-def test_a_slice_shares_memory_and_a_selection_does_not():
+def test_a_slice_shares_memory_with_the_batch_but_a_selection_is_a_copy():
     data = batch_of()
     data.slice(1, 2).batch["a"][0] = 99
     data.select_idxs([0]).batch["a"][0] = 77
     assert data.batch["a"].tolist() == [0, 99, 20, 30]
 
 
-def test_select_takes_the_columns_named():
+def test_select_returns_only_the_named_columns():
     selected = batch_of(t=1, u=2).select(batch_keys=["a"], non_tensor_batch_keys=["s"], meta_info_keys=["u"])
     assert list(selected.batch.keys()) == ["a"]
     assert list(selected.non_tensor_batch) == ["s"]
@@ -145,14 +145,14 @@ def test_pop_moves_columns_out():
     assert data.meta_info == {"u": 2}
 
 
-def test_pop_of_a_missing_column_takes_nothing():
+def test_pop_of_a_missing_column_removes_nothing():
     data = batch_of()
     with pytest.raises(BatchError, match="missing"):
         data.pop(batch_keys=["a"], non_tensor_batch_keys=["missing"])
     assert data.batch["a"].shape == (4,)
 
 
-def test_rename_changes_names_of_tensors():
+def test_rename_changes_the_names_of_tensors():
     data = DataProto.from_dict({"a": torch.zeros(2), "b": torch.ones(2)})
     assert data.rename("a", "x") is data
     data.rename(["x", "b"], ["b", "x"])
@@ -167,7 +167,7 @@ def test_rename_changes_names_of_tensors():
         data.rename(1, 2)
 
 
-def test_union_adds_columns_and_facts():
+def test_union_adds_columns_and_meta_info():
     data = batch_of(t=1)
     other = DataProto.from_dict({"b": torch.ones(4), "a": torch.arange(4) * 10}, {"z": [None] * 4}, {"u": 2, "t": 1})
     assert data.union(other) is data
@@ -185,7 +185,7 @@ def test_union_adds_columns_and_facts():
         DataProto.from_dict({"b": torch.zeros(4)}, meta_info={"t": 2}),
     ],
 )
-def test_union_of_unequal_entries_is_an_error(other):
+def test_union_of_different_values_raises_an_error(other):
     with pytest.raises(BatchError):
         batch_of(t=1).union(other)
 
@@ -195,7 +195,7 @@ def test_sample_level_repeat_takes_a_count_for_each_row(kind):
     assert numbers(batch_of(3).sample_level_repeat(kind([2, 0, 1]))) == [0, 0, 2]
 
 
-def test_unfold_column_chunks_cuts_the_named_columns_and_repeats_the_others():
+def test_unfold_column_chunks_splits_named_columns_and_repeats_other_columns():
     data = DataProto.from_dict(
         {"a": torch.arange(8).reshape(2, 4), "b": torch.tensor([5, 6])},
         {"s": ["x", "y"], "m": np.arange(8).reshape(2, 4)},
@@ -209,7 +209,7 @@ def test_unfold_column_chunks_cuts_the_named_columns_and_repeats_the_others():
         data.unfold_column_chunks(3, split_keys=["a"])
 
 
-def test_chunk_cuts_unevenly_where_padding_is_enabled():
+def test_chunk_makes_parts_of_different_length_if_padding_is_enabled():
     data = batch_of(10)
     data.meta_info[DataProtoConfig.auto_padding_key] = True
     assert [len(part) for part in data.chunk(4)] == [3, 3, 3, 1]
@@ -218,7 +218,7 @@ def test_chunk_cuts_unevenly_where_padding_is_enabled():
     assert [len(part) for part in data.chunk(4)] == [3, 3, 2, 2]
 
 
-def test_make_iterator_gives_every_row_once_an_epoch_in_an_order_set_by_the_seed():
+def test_make_iterator_yields_every_row_once_per_epoch_in_an_order_of_the_seed():
     def epoch_orders(seed):
         parts = list(batch_of(6, t=1).make_iterator(2, epochs=2, seed=seed, dataloader_kwargs={"shuffle": True}))
         assert [len(part) for part in parts] == [2] * 6
@@ -233,7 +233,7 @@ def test_make_iterator_gives_every_row_once_an_epoch_in_an_order_set_by_the_seed
         batch_of(5).make_iterator(2, epochs=1)
 
 
-def test_make_iterator_shuffles_as_a_dataloader_over_the_rows_would():
+def test_make_iterator_shuffles_like_a_dataloader_over_the_rows():
     generator = torch.Generator().manual_seed(3)
     loader = torch.utils.data.DataLoader(range(6), batch_size=2, shuffle=True, generator=generator)
     expected = [number for _ in range(2) for part in loader for number in part.tolist()]
@@ -241,7 +241,7 @@ def test_make_iterator_shuffles_as_a_dataloader_over_the_rows_would():
     assert [number for part in parts for number in numbers(part)] == expected
 
 
-def test_padding_repeats_the_last_row_or_the_first():
+def test_padding_repeats_the_first_or_the_last_row():
     data = batch_of(2, metrics={"m": 1})
     data.padding(2)
     assert numbers(data) == [0, 1, 1, 1]
@@ -265,7 +265,7 @@ def test_pad_to_divisor_repeats_rows_from_the_beginning():
     assert pad_dataproto_to_divisor(padded, 5) == (padded, 0)
 
 
-def test_padding_is_enabled_for_one_batch_or_for_all(monkeypatch):
+def test_padding_can_be_enabled_for_one_batch_or_for_all_batches(monkeypatch):
     assert not batch_of().is_padding_enabled()
     assert DataProto.from_dict({"a": torch.zeros(1)}, auto_padding=True).is_padding_enabled()
     assert DataProto.from_single_dict({"a": torch.zeros(1)}, auto_padding=True).is_padding_enabled()
@@ -273,7 +273,7 @@ def test_padding_is_enabled_for_one_batch_or_for_all(monkeypatch):
     assert batch_of().is_padding_enabled()
 
 
-def test_tensordict_and_back():
+def test_a_batch_is_restored_from_its_tensordict():
     tensor_dict = batch_of(3, t=0.5).to_tensordict()
     assert list(tensor_dict["s"]) == ["row 0", "row 1", "row 2"]
     assert tensor_dict["t"] == 0.5
@@ -284,7 +284,7 @@ def test_tensordict_and_back():
         batch_of(2, a=1).to_tensordict()
 
 
-def test_data_info_in_words():
+def test_data_info_describes_each_entry_in_words():
     data = batch_of(2, names=["x"], table={"k": (1, "s")}, nothing={})
     assert data.get_data_info() == (
         "batch\n  a: (2,) (torch.int64) cpu\n"
@@ -299,7 +299,7 @@ def test_to_moves_tensors_in_place():
     assert data.batch["a"].device.type == "meta"
 
 
-def test_parts_and_their_concatenation_keep_the_device():
+def test_chunk_and_concat_do_not_change_the_device():
     data = batch_of().to("meta")
     parts = data.chunk(2)
     assert DataProto.concat(parts).batch.device == parts[0].batch.device == data.batch.device
@@ -316,18 +316,18 @@ def test_parts_and_their_concatenation_keep_the_device():
         ([-5], IndexError, "got -5 to -5"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused_with_what_was_wrong(index, error, words):
+def test_the_error_for_an_invalid_index_describes_the_mistake(index, error, words):
     with pytest.raises(error, match=words):
         batch_of(4).select_idxs(index)
 
 
-def test_counts_that_do_not_fit_are_refused():
+def test_invalid_repeat_counts_are_refused():
     for counts, words in (([1, 2], "each of 4 rows"), ([1, 1, 1, -1], "from -1"), ([1.0] * 4, "float64")):
         with pytest.raises(BatchError, match=words):
             batch_of(4).sample_level_repeat(counts)
 
 
-def test_a_tensordict_within_the_batch_is_compared_by_its_values():
+def test_union_compares_a_tensordict_inside_a_batch_by_its_values():
     def holding(value):
         return DataProto(TensorDict({"inner": TensorDict({"a": torch.full((2,), value)}, [2])}, [2]))
 

@@ -42,7 +42,7 @@ def same(left, right):
 
 @given(batches(), st.integers(1, 4))
 @settings(max_examples=60)
-def test_concat_undoes_chunk_and_split(data, size):
+def test_concat_reverses_chunk_and_split(data, size):
     if len(data) % size == 0:
         assert same(DataProto.concat(data.chunk(size)), data)
     if len(data):
@@ -51,7 +51,7 @@ def test_concat_undoes_chunk_and_split(data, size):
 
 @given(batches(min_rows=1), st.data())
 @settings(max_examples=60)
-def test_union_undoes_pop(data, draw):
+def test_union_reverses_pop(data, draw):
     def some(keys):
         return draw.draw(st.lists(st.sampled_from(sorted(keys)), unique=True)) if keys else []
 
@@ -65,7 +65,7 @@ def test_union_undoes_pop(data, draw):
 
 @given(batches(), st.integers(1, 7))
 @settings(max_examples=60)
-def test_unpad_undoes_pad(data, divisor):
+def test_unpad_reverses_pad(data, divisor):
     padded, pad_size = pad_dataproto_to_divisor(data, divisor)
     assert len(padded) % divisor == 0
     assert same(unpad_dataproto(padded, pad_size), data)
@@ -73,7 +73,7 @@ def test_unpad_undoes_pad(data, divisor):
 
 @given(batches(), st.randoms(use_true_random=False))
 @settings(max_examples=60)
-def test_the_inverse_order_undoes_reorder(data, random):
+def test_reorder_by_the_inverse_order_restores_the_batch(data, random):
     original = data.select(deepcopy=True)
     order = list(range(len(data)))
     random.shuffle(order)

@@ -59,7 +59,7 @@ def restored_registry():
     DISPATCH_MODE_FN_REGISTRY.update(before)
 
 
-def test_the_predefined_modes_are_there():
+def test_the_predefined_dispatch_modes_exist():
     assert Dispatch.names() == [
         "RANK_ZERO", "ONE_TO_ALL", "ALL_TO_ALL", "DP_COMPUTE", "DP_COMPUTE_PROTO", "DP_COMPUTE_PROTO_WITH_FUNC",
         "DP_COMPUTE_METRIC", "DIRECT_ROLLOUT_METHOD",
@@ -68,7 +68,7 @@ def test_the_predefined_modes_are_there():
     assert all(mode in DISPATCH_MODE_FN_REGISTRY for mode in Dispatch)
 
 
-def test_register_notes_what_the_group_must_know():
+def test_register_stores_its_arguments_on_the_method():
     @register(dispatch_mode=Dispatch.DP_COMPUTE, execute_mode=Execute.RANK_ZERO, blocking=False)
     def method(self):
         """Do nothing in this method."""
@@ -89,7 +89,7 @@ def test_register_notes_what_the_group_must_know():
     }
 
 
-def test_a_coroutine_stays_one():
+def test_a_registered_coroutine_function_stays_a_coroutine_function():
     @register()
     async def method(self):
         return 1
@@ -108,7 +108,7 @@ def test_register_refuses_values_that_are_not_modes(mode):
 
 
 @pytest.mark.usefixtures("restored_registry")
-def test_a_mode_can_be_added_once():
+def test_a_dispatch_mode_can_be_added_only_once():
     mode = register_dispatch_mode("added_mode", print, repr)
     try:
         assert Dispatch.ADDED_MODE is mode
@@ -121,17 +121,17 @@ def test_a_mode_can_be_added_once():
 
 
 @pytest.mark.usefixtures("restored_registry")
-def test_a_mode_can_be_replaced():
+def test_a_dispatch_mode_can_be_replaced():
     update_dispatch_mode(Dispatch.ONE_TO_ALL, print, repr)
     assert get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"] is print
 
 
-def test_only_a_mode_by_name_can_be_replaced():
+def test_the_mode_to_replace_must_be_a_dispatch_member():
     with pytest.raises(UsageError, match="must be a Dispatch"):
         update_dispatch_mode({"dispatch_fn": print, "collect_fn": repr}, print, repr)
 
 
-def test_only_a_registered_method_can_run_beside_the_others():
+def test_only_a_registered_method_can_be_marked_beside():
     def method(worker):
         pass
 
@@ -139,7 +139,7 @@ def test_only_a_registered_method_can_run_beside_the_others():
         beside(method)
 
 
-def test_an_unknown_member_is_refused_by_name():
+def test_the_error_names_an_unknown_dispatch_mode():
     with pytest.raises(AttributeError, match="NO_SUCH"):
         Dispatch.NO_SUCH  # noqa: B018
 
@@ -160,7 +160,7 @@ def test_roles_can_be_added():
         Role.remove("MyWorker")
 
 
-def test_the_collect_mask_selects_ranks():
+def test_the_collect_mask_selects_the_results_of_ranks():
     assert collect_nd_compute([False, True], Group(), ["a", "b"]) == ["b"]
     with pytest.raises(ValueError, match="2 results"):
         collect_nd_compute([True], Group(), ["a"])
@@ -175,7 +175,7 @@ def test_a_pool_counts_processes_by_node():
     assert (pool.max_colocate_count, pool.n_gpus_per_node) == (10, 8)
 
 
-def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
+def test_a_dynamic_enum_numbers_its_members_and_writes_names_in_capitals():
     class Stage(DynamicEnum):
         """An enumeration that a user defines."""
 
@@ -186,7 +186,7 @@ def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
     assert Stage.names() == ["WARM_UP", "LATE"]
 
 
-def test_a_role_is_found_by_what_it_writes():
+def test_a_role_is_found_by_its_string():
     assert Role.from_string("actor_rollout") is Role.from_string("ActorRollout") is Role.ActorRollout
     assert str(Role.from_string("rm")) == "rm"
     with pytest.raises(ValueError, match="critics"):
@@ -194,7 +194,7 @@ def test_a_role_is_found_by_what_it_writes():
     assert (Role.Actor.value, Role.Env.value, Role.TeacherModel.value) == (0, 7, 8)
 
 
-def test_demands_are_placed_wherever_there_is_a_way():
+def test_can_place_finds_a_placement_whenever_one_exists():
     eight, six, four = ({"GPU": float(count), f"node:{count}": 1.0} for count in (8, 6, 4))
     threes_and_twos = [{"GPU": 3.0}, {"GPU": 3.0}, {"GPU": 2.0}, {"GPU": 2.0}]
     assert can_place(threes_and_twos, [four, six])
@@ -203,7 +203,7 @@ def test_demands_are_placed_wherever_there_is_a_way():
     assert not can_place([{"GPU": 8.0}] * 65, [dict(eight, **{f"node:{i}": 1.0}) for i in range(64)])
 
 
-def test_a_dispatch_function_may_use_the_splitting_of_the_others():
+def test_a_custom_dispatch_function_can_use_the_split_functions():
     data = DataProto.from_dict({"a": torch.arange(5.0)}, auto_padding=True)
     (parts,), kwargs = _split_args_kwargs_data_proto_with_auto_padding(4, data)
     assert [len(part) for part in parts] == [2, 2, 2, 2]
@@ -218,7 +218,7 @@ def test_a_dispatch_function_may_use_the_splitting_of_the_others():
         _split_args_kwargs_data_proto(2, TensorDict({"a": torch.zeros(3)}, batch_size=[3]))
 
 
-def test_a_future_is_padded_like_the_batches_beside_it():
+def test_a_future_is_padded_like_the_batches_of_the_same_call():
     data = DataProto.from_dict({"a": torch.arange(5.0)}, auto_padding=True)
     future = DataProtoFuture.concat([None])
     (_, parts), kwargs = _split_args_kwargs_data_proto_with_auto_padding(4, data, future)
@@ -235,12 +235,12 @@ def test_a_future_is_padded_like_the_batches_beside_it():
 
 
 @pytest.mark.parametrize("split_size", [0, -1, [], [2, 0]])
-def test_parts_of_a_pool_have_at_least_one_process(split_size):
+def test_each_part_of_a_pool_needs_at_least_one_process(split_size):
     with pytest.raises(UsageError, match="do not add up to the 2 processes of the pool"):
         split_resource_pool(RayResourcePool([2], use_gpu=False), split_size)
 
 
-def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
+def test_a_worker_class_can_read_additional_environment_variables(monkeypatch):
     class Described(Worker):
         @classmethod
         def env_keys(cls):
@@ -248,7 +248,7 @@ def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
 
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MY_RACK": "r7"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "")  # monkeypatch now undoes the worker's change
+    monkeypatch.setenv("LOCAL_RANK", "")  # monkeypatch then also undoes the worker's change
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     worker = Described()
@@ -280,12 +280,12 @@ HALF = SubRayResourcePool([], 0, 1, process_on_nodes=[2], use_gpu=False, name_pr
         ),
     ],
 )
-def test_calls_without_sense_are_refused(call, error, words):
+def test_meaningless_calls_are_refused(call, error, words):
     with pytest.raises(error, match=words):
         call()
 
 
-def test_small_functions_of_verl():
+def test_small_functions_of_verl_return_the_expected_values():
     assert get_predefined_execute_fn(Execute.ALL) == {"execute_fn_name": "execute_all"}
     assert get_predefined_execute_fn(Execute.RANK_ZERO) == {"execute_fn_name": "execute_rank_zero"}
     assert dispatch_one_to_all(Group(), 1, k="x") == (([1, 1],), {"k": ["x", "x"]})

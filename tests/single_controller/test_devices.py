@@ -15,19 +15,19 @@ def environment(monkeypatch):
     return {}
 
 
-def test_rocm_variables_become_cudas(environment):
+def test_hip_visible_devices_become_cuda_visible_devices(environment):
     environment["HIP_VISIBLE_DEVICES"] = "0,1"
     worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
 
 
-def test_rocr_becomes_cudas_where_it_is_alone(environment):
+def test_rocr_visible_devices_alone_become_cuda_visible_devices(environment):
     environment["ROCR_VISIBLE_DEVICES"] = "2"
     worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "2"}
 
 
-def test_hip_and_cuda_may_agree(environment):
+def test_equal_values_for_hip_and_cuda_devices_are_accepted(environment):
     environment.update(HIP_VISIBLE_DEVICES="1", CUDA_VISIBLE_DEVICES="1")
     worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": "1"}
@@ -41,13 +41,13 @@ def test_hip_and_cuda_may_agree(environment):
         {"ROCR_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"},
     ],
 )
-def test_variables_that_contradict_one_another_are_refused(environment, clash):
+def test_contradictory_device_variables_are_refused(environment, clash):
     environment.update(clash)
     with pytest.raises(ValueError, match="VISIBLE_DEVICES"):
         worker.set_up_visible_devices(environment)
 
 
-def test_npu_has_a_variable_of_its_own(environment):
+def test_an_npu_has_its_own_device_variable(environment):
     assert worker.visible_devices_name(environment) == "CUDA_VISIBLE_DEVICES"
     environment["ASCEND_RT_VISIBLE_DEVICES"] = "0"
     assert worker.visible_devices_name(environment) == "ASCEND_RT_VISIBLE_DEVICES"
@@ -78,7 +78,7 @@ def test_with_rays_noset_variable_a_worker_uses_the_device_that_ray_assigned(
     ("visible", "assigned", "place"),
     [("4,5", "5", 1), ("GPU-aa,GPU-bb", "GPU-bb", 1), ("7,6", "7", 0)],
 )
-def test_the_assigned_device_is_a_place_among_those_that_the_node_shows(
+def test_the_assigned_device_becomes_an_index_into_the_visible_devices(
     environment, monkeypatch, visible, assigned, place
 ):
     chosen = []
@@ -92,23 +92,23 @@ def test_the_assigned_device_is_a_place_among_those_that_the_node_shows(
 
 
 @pytest.mark.parametrize("other", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
-def test_devices_that_are_hidden_from_a_worker_stay_hidden_on_rocm(environment, other):
+def test_a_worker_without_visible_devices_has_none_on_rocm(environment, other):
     environment |= {"CUDA_VISIBLE_DEVICES": "", other: "0,1"}
     worker.set_up_visible_devices(environment)
     assert environment == {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_without_the_flag_rays_choice_stands():
+def test_visible_devices_alone_do_not_count_as_rays_noset_flag():
     assert not ray_noset_visible_devices({"CUDA_VISIBLE_DEVICES": "0"})
 
 
-def test_a_worker_outside_a_group_says_what_it_lacks(monkeypatch):
+def test_the_error_for_a_worker_outside_a_group_names_the_missing_variable(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match="RANK"):
         Worker()
 
 
-def test_a_worker_reads_its_place_from_the_environment(monkeypatch):
+def test_a_worker_reads_its_rank_and_addresses_from_the_environment(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "99"}.items():
         monkeypatch.setenv(name, value)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES"):

@@ -18,7 +18,7 @@ def namespace(cluster):
     Role.remove("Judge")
 
 
-def test_the_page_has_its_three_recipes():
+def test_the_page_contains_three_recipes():
     assert [title for title, _ in RECIPES] == [
         "Recipe: a new worker",
         "Recipe: a new dispatch mode",
@@ -28,5 +28,5 @@ def test_the_page_has_its_three_recipes():
 
 @pytest.mark.long
 @pytest.mark.parametrize("code", [code for _, code in RECIPES], ids=[title for title, _ in RECIPES])
-def test_a_recipe_runs(namespace, code):
+def test_each_recipe_runs(namespace, code):
     exec(compile(code, str(PAGE), "exec"), namespace)

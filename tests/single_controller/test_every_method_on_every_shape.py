@@ -48,15 +48,13 @@ SHAPES = {
     "both": lambda n: DataProto.from_dict(tensors(n), arrays(n), dict(FACTS)),
     "tensors": lambda n: DataProto.from_dict(tensors(n), meta_info=dict(FACTS)),
     "arrays": lambda n: DataProto.from_dict(non_tensors=arrays(n), meta_info=dict(FACTS)),
-    "arrays beside a TensorDict of nothing": lambda n: DataProto(
-        TensorDict({}, batch_size=[n]), arrays(n), dict(FACTS)
-    ),
+    "arrays with an empty TensorDict": lambda n: DataProto(TensorDict({}, batch_size=[n]), arrays(n), dict(FACTS)),
     "jagged": jagged,
     "rows without columns": no_columns,
 }
 BATCHES = {f"{name}, {n} rows": (make, n) for name, make in SHAPES.items() for n in (0, 1, 6)}
-BATCHES["nothing"] = (lambda _: DataProto(), 0)
-BATCHES["facts"] = (lambda _: DataProto(meta_info=dict(FACTS)), 0)
+BATCHES["no entries"] = (lambda _: DataProto(), 0)
+BATCHES["only meta_info"] = (lambda _: DataProto(meta_info=dict(FACTS)), 0)
 
 every_batch = pytest.mark.parametrize(("make", "num_rows"), BATCHES.values(), ids=BATCHES)
 
@@ -112,7 +110,7 @@ METHODS = {
     "slice from the end": (lambda data: data[-3:-1], lambda rows: rows[-3:-1]),
     "stepped slice": (lambda data: data[::2], lambda rows: rows[::2]),
     "backward slice": (lambda data: data[::-1], lambda rows: rows[::-1]),
-    "backward part": (lambda data: data[4:0:-2], lambda rows: rows[4:0:-2]),
+    "backward slice with a step": (lambda data: data[4:0:-2], lambda rows: rows[4:0:-2]),
     "empty slice": (lambda data: data[3:3], lambda rows: []),
     "slice beyond the end": (lambda data: data[2:99], lambda rows: rows[2:]),
     "empty list": (lambda data: data[[]], lambda rows: []),
@@ -124,16 +122,19 @@ METHODS = {
     "mask array": (lambda data: data[np.arange(len(data)) % 2 == 0], lambda rows: rows[::2]),
     "mask tensor": (lambda data: data[torch.arange(len(data)) % 2 == 0], lambda rows: rows[::2]),
     "select": (lambda data: data.select(), lambda rows: rows),
-    "select deep": (lambda data: data.select(deepcopy=True), lambda rows: rows),
+    "select with a deep copy": (lambda data: data.select(deepcopy=True), lambda rows: rows),
     "union with itself": (lambda data: data.union(data), lambda rows: rows),
     "union with its copy": (lambda data: data.union(copy.deepcopy(data)), lambda rows: rows),
     "union with nothing": (lambda data: data.union(DataProto()), lambda rows: rows),
-    "nothing's union with it": (lambda data: DataProto(meta_info=dict(data.meta_info)).union(data), lambda rows: rows),
+    "union of nothing with the batch": (
+        lambda data: DataProto(meta_info=dict(data.meta_info)).union(data),
+        lambda rows: rows,
+    ),
     "reorder": (lambda data: reordered(data, torch.arange(len(data)).flip(0)), lambda rows: rows[::-1]),
     "repeat": (lambda data: data.repeat(), lambda rows: [n for n in rows for _ in range(2)]),
     "repeat tiled": (lambda data: data.repeat(3, interleave=False), lambda rows: rows * 3),
-    "repeat never": (lambda data: data.repeat(0), lambda rows: []),
-    "repeat never tiled": (lambda data: data.repeat(0, interleave=False), lambda rows: []),
+    "repeat zero times": (lambda data: data.repeat(0), lambda rows: []),
+    "repeat zero times tiled": (lambda data: data.repeat(0, interleave=False), lambda rows: []),
     "repeat rows": (
         lambda data: data.sample_level_repeat(list(range(len(data)))),
         lambda rows: [n for n in rows for _ in range(n)],
@@ -144,10 +145,10 @@ METHODS = {
     "split": (lambda data: joined(data, data.split(4)), lambda rows: rows),
     "concat": (lambda data: DataProto.concat([data, data]), lambda rows: rows * 2),
     "iterator": (lambda data: joined(data, list(data.make_iterator(1, 2))), lambda rows: rows * 2),
-    "to": (lambda data: data.to("cpu"), lambda rows: rows),
+    "to a device": (lambda data: data.to("cpu"), lambda rows: rows),
     "tensordict": (lambda data: DataProto.from_tensordict(data.to_tensordict()), lambda rows: rows),
     "pickle": (lambda data: pickle.loads(pickle.dumps(data)), lambda rows: rows),
-    "old pickle": (lambda data: pickle.loads(pickle.dumps(data, protocol=2)), lambda rows: rows),
+    "pickle with protocol 2": (lambda data: pickle.loads(pickle.dumps(data, protocol=2)), lambda rows: rows),
     "copy": (copy.copy, lambda rows: rows),
     "deep copy": (copy.deepcopy, lambda rows: rows),
     "pad": (lambda data: pad_dataproto_to_divisor(data, 4)[0], lambda rows: (rows * 9)[: -(-len(rows) // 4) * 4]),
@@ -158,7 +159,7 @@ METHODS = {
 
 @every_batch
 @pytest.mark.parametrize(("method", "expected"), METHODS.values(), ids=METHODS)
-def test_every_method_gives_the_rows_that_it_should(method, expected, make, num_rows):
+def test_every_method_returns_the_expected_rows(method, expected, make, num_rows):
     data = make(num_rows)
     result = method(data)
     assert type(result) is DataProto
@@ -172,7 +173,7 @@ def test_every_method_gives_the_rows_that_it_should(method, expected, make, num_
 
 
 @every_batch
-def test_parts_of_a_chunk_have_equal_length_and_uneven_ones_where_padding_is_asked_for(make, num_rows):
+def test_chunk_needs_equal_parts_unless_padding_is_enabled(make, num_rows):
     data = make(num_rows)
     if num_rows % 4:
         with pytest.raises(AssertionError, match="equal parts"):
@@ -186,12 +187,12 @@ def test_parts_of_a_chunk_have_equal_length_and_uneven_ones_where_padding_is_ask
 
 
 @every_batch
-def test_parts_of_a_split_have_the_length_asked_for(make, num_rows):
+def test_parts_of_a_split_have_the_requested_length(make, num_rows):
     assert [len(part) for part in make(num_rows).split(4)] == {0: [], 1: [1], 6: [4, 2]}[num_rows]
 
 
 @every_batch
-def test_items_are_rows_and_collate_back(make, num_rows):
+def test_items_are_rows_and_collate_fn_joins_them_again(make, num_rows):
     data = make(num_rows)
     items = [data[np.int64(row)] for row in range(num_rows)]
     assert all(type(item) is DataProtoItem and item.meta_info is data.meta_info for item in items)
@@ -205,7 +206,7 @@ def test_items_are_rows_and_collate_back(make, num_rows):
 
 
 @every_batch
-def test_shuffled_mini_batches_hold_each_row_once_an_epoch(make, num_rows):
+def test_shuffled_mini_batches_contain_each_row_once_per_epoch(make, num_rows):
     if num_rows % 2:
         with pytest.raises(AssertionError, match="must divide"):
             make(num_rows).make_iterator(2, 1)
@@ -214,7 +215,7 @@ def test_shuffled_mini_batches_hold_each_row_once_an_epoch(make, num_rows):
 
 
 @every_batch
-def test_padding_appends_the_first_row_or_the_last(make, num_rows):
+def test_padding_appends_copies_of_the_first_or_the_last_row(make, num_rows):
     if not num_rows:
         with pytest.raises(AssertionError, match="empty batch"):
             make(num_rows).padding(2)
@@ -226,7 +227,7 @@ def test_padding_appends_the_first_row_or_the_last(make, num_rows):
 
 
 @every_batch
-def test_popping_everything_leaves_the_rows_and_union_brings_it_back(make, num_rows):
+def test_union_restores_a_batch_after_all_columns_were_popped(make, num_rows):
     data, original = make(num_rows), make(num_rows)
     popped = data.pop(tensor_names(data), list(data.non_tensor_batch), list(data.meta_info))
     assert data.non_tensor_batch == data.meta_info == {}
@@ -239,7 +240,7 @@ def test_popping_everything_leaves_the_rows_and_union_brings_it_back(make, num_r
 
 
 @every_batch
-def test_disk_gives_back_a_batch_that_may_be_written_to(make, num_rows, tmp_path):
+def test_a_batch_that_is_loaded_from_disk_is_writable(make, num_rows, tmp_path):
     data = make(num_rows)
     data.save_to_disk(tmp_path / "batch")
     loaded = DataProto.load_from_disk(tmp_path / "batch")
@@ -250,7 +251,7 @@ def test_disk_gives_back_a_batch_that_may_be_written_to(make, num_rows, tmp_path
 
 
 @every_batch
-def test_folding_groups_rows(make, num_rows):
+def test_fold_batch_dim_groups_rows(make, num_rows):
     data = make(num_rows)
     if "jagged" in tensor_names(data):
         with pytest.raises(AssertionError, match="nested"):
@@ -281,7 +282,7 @@ def test_data_info_and_repr_describe_a_batch(make, num_rows):
 
 
 @every_batch
-def test_renaming_is_for_tensors(make, num_rows):
+def test_rename_works_only_for_tensors(make, num_rows):
     data = make(num_rows)
     if data.batch is None:
         with pytest.raises(AssertionError, match="no tensors"):

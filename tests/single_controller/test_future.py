@@ -1,4 +1,4 @@
-"""Futures on real Ray: callers join, cut and pass on results that are not computed yet."""
+"""Futures on real Ray: callers join, split and pass on results that are not computed yet."""
 
 import asyncio
 import functools
@@ -54,7 +54,7 @@ def test_chunks_of_a_future_are_futures_of_chunks():
         future.chunk(4)[0].get()
 
 
-def test_a_future_is_small_and_goes_through_pickle():
+def test_a_future_is_small_and_can_be_pickled():
     future = DataProtoFuture.concat([None]).chunk(2)[1].then(functools.partial(DataProto.select, batch_keys=["n"]))
     stream = pickle.dumps(future)
     assert len(stream) < 1000
@@ -73,7 +73,7 @@ def test_a_future_can_be_awaited():
 
 
 @pytest.mark.long
-def test_results_that_are_late_are_named(gate):
+def test_the_error_names_late_results(gate):
     future = DataProtoFuture.concat([ray.put(rows(1)), gate.rows.remote()])
     with pytest.raises(DeadlineError, match=r"within 0\.2 s: 1 of 2 are late: result 1"):
         future.get(timeout_s=0.2)
@@ -81,13 +81,13 @@ def test_results_that_are_late_are_named(gate):
     assert numbers(future.get(timeout_s=30)) == [1, 2]
 
 
-def test_an_error_keeps_its_type_and_the_traceback_of_where_it_arose(gate):
+def test_an_error_has_its_original_type_and_traceback(gate):
     with pytest.raises(KeyError) as caught:
         DataProtoFuture.concat([ray.put(rows(1)), gate.fail.remote()]).get()
     assert 'raise KeyError("here")' in str(caught.value)
 
 
-def test_what_ray_delivers_is_shared_until_it_is_written_to():
+def test_a_batch_from_ray_shares_memory_until_a_write_to_it():
     for num_rows in (3, 300_000):  # Ray sends small batches inline, and large ones in shared memory
         ref = ray.put(DataProto.from_dict({"n": torch.zeros(num_rows)}, {"a": np.zeros(num_rows)}))
         first, second = ray.get(ref), ray.get(ref)

@@ -190,29 +190,29 @@ def test_unregistered_methods_are_called_by_name(group):
     assert group.execute_all_sync("not_registered", [1, 2, 3, 4]) == [11, 12, 13, 14]
 
 
-def test_rank_zero_runs_once_and_returns_one_result(group):
+def test_a_method_on_rank_zero_runs_once_and_returns_one_result(group):
     assert group.on_rank_zero(1, b=2) == (0, 3)
     assert group.rank_zero("x") == group.one_to_rank_zero("x") == (0, "x")
     assert ray.get(group.rank_zero_later("x")) == (0, "x")
 
 
-def test_one_to_all_sends_the_same_to_every_rank(group):
+def test_one_to_all_sends_the_same_arguments_to_every_rank(group):
     assert group.one_to_all(1, b=2) == [13, 14, 15, 16]
 
 
-def test_all_to_all_hands_out_lists(group):
+def test_all_to_all_sends_each_rank_its_entry_of_a_list(group):
     assert ray.get(group.all_to_all_later([1, 2, 3, 4], b=[5, 6, 7, 8])) == [16, 18, 20, 22]
     assert group.by_default("same") == ["same"] * 4
 
 
-def test_results_that_do_not_block_are_references(group):
+def test_calls_that_do_not_block_return_ray_references(group):
     pending = group.one_to_all_later(1, b=2)
     assert isinstance(pending, list)
     assert all(isinstance(ref, ray.ObjectRef) for ref in pending)
     assert ray.get(pending) == pending.get(timeout_s=30) == [13] * 4
 
 
-def test_results_that_do_not_block_can_be_awaited(group):
+def test_results_of_calls_that_do_not_block_can_be_awaited(group):
     async def control():
         many, one, data = group.one_to_all_later(1, b=2), group.rank_zero_later(3), group.add_rank_later(zeros(4))
         return await many, await one, (await data).batch["a"].tolist()
@@ -220,7 +220,7 @@ def test_results_that_do_not_block_can_be_awaited(group):
     assert asyncio.run(control()) == ([13] * 4, (0, 3), [0, 1, 2, 3])
 
 
-def test_results_that_do_not_block_can_be_gathered(group):
+def test_results_of_calls_that_do_not_block_can_be_gathered(group):
     async def control():
         return await asyncio.gather(
             group.one_to_all_later(1, b=2), group.rank_zero_later(3), *(group.add_rank_later(zeros(4)) for _ in "ab")
@@ -238,17 +238,17 @@ def test_the_pending_result_of_one_rank_is_a_ray_reference(group):
     assert pending.get(30) == (0, "x")
 
 
-def test_custom_functions_dispatch_and_collect(group):
+def test_a_method_can_have_custom_dispatch_and_collect_functions(group):
     assert group.custom(a=[1, 2], b=[5, 6]) == [16, 18, 16, 18]
 
 
-def test_dp_compute_takes_one_entry_for_each_rank(group):
+def test_dp_compute_needs_one_entry_per_rank(group):
     assert group.dp_compute(("a", "b", "c", "d")) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
     with pytest.raises(ValueError, match="4 ranks"):
         group.dp_compute(["a"])
 
 
-def test_a_batch_is_split_over_the_ranks_and_put_together(group):
+def test_a_batch_is_split_over_the_ranks_and_the_results_are_joined(group):
     output = group.add_rank(zeros())
     assert output.batch["a"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert output.non_tensor_batch["s"].tolist() == [str(i) for i in range(8)]
@@ -262,7 +262,7 @@ def test_a_worker_writes_to_its_own_copy(group):
     assert data.batch["a"].sum() == 0
 
 
-def test_tensordicts_are_split_too(group):
+def test_tensordicts_are_split_over_the_ranks(group):
     output = group.length(TensorDict({"a": torch.zeros(8)}, batch_size=[8]))
     assert output == [(0, 2), (1, 2), (2, 2), (3, 2)]
 
@@ -275,7 +275,7 @@ def test_values_that_cannot_be_split_are_refused(group):
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 10])
-def test_a_batch_that_allows_it_is_padded_and_unpadded(group, num_rows):
+def test_a_batch_with_padding_enabled_is_padded_and_unpadded(group, num_rows):
     data = zeros(num_rows, auto_padding=True)
     for output in (group.add_rank(data), group.add_rank_later(data).get(), group.add_rank(data=data)):
         assert output.non_tensor_batch["s"].tolist() == [str(i) for i in range(num_rows)]
@@ -284,7 +284,7 @@ def test_a_batch_that_allows_it_is_padded_and_unpadded(group, num_rows):
     assert group.without_rows(data)["t"] == (num_rows + 3) // 4
 
 
-def test_a_mesh_pads_too(group):
+def test_a_batch_for_a_mesh_is_padded_and_unpadded(group):
     for num_rows in (1, 3, 4):
         data = zeros(num_rows, auto_padding=True)
         for output in (group.on_mesh(data), group.on_mesh_later(data=data).get()):
@@ -292,7 +292,7 @@ def test_a_mesh_pads_too(group):
     assert group.on_mesh(zeros(3, auto_padding=True)).batch["a"].tolist() == [0, 0, 200]
 
 
-def test_a_batch_of_no_rows_goes_to_every_rank(group):
+def test_a_batch_without_rows_is_sent_to_every_rank(group):
     for output in (group.add_rank(zeros(0)), group.add_rank_later(zeros(0, auto_padding=True)).get()):
         assert len(output) == 0
         assert output.batch["a"].shape == (0,)
@@ -306,17 +306,17 @@ def test_padding_can_be_enabled_for_all_batches(group, monkeypatch):
     assert len(group.add_rank(zeros(5))) == 5
 
 
-def test_a_padded_future_chains_without_its_padding(group):
+def test_a_chunk_of_a_padded_future_has_no_padding(group):
     data = zeros(3, auto_padding=True)
     assert len(group.add_rank_later(data).chunk(1)[0].get()) == 3
 
 
-def test_metrics_come_as_a_list(group):
+def test_dp_compute_metric_returns_the_results_as_a_list(group):
     assert group.length(zeros()) == [(0, 2), (1, 2), (2, 2), (3, 2)]
     assert group.length(zeros(5, auto_padding=True)) == [(0, 2), (1, 2), (2, 2), (3, 2)]
 
 
-def test_a_function_goes_to_every_rank_with_its_part(group):
+def test_a_function_runs_on_every_rank_with_the_part_of_the_rank(group):
     def scaled(worker, data):
         data.batch["a"] += 10 * worker.rank
         return data
@@ -325,14 +325,14 @@ def test_a_function_goes_to_every_rank_with_its_part(group):
     assert group.execute_func_rank_zero(lambda a, b: a + b, 1, 2) == 3
 
 
-def test_a_mesh_hands_parts_to_its_dp_ranks_and_hears_the_collecting_ones(group):
+def test_a_mesh_sends_parts_to_dp_ranks_and_collects_from_the_collecting_ranks(group):
     for output in (group.on_mesh(zeros(4)), group.on_mesh_later(zeros(4)).get()):
         assert output.batch["a"].tolist() == [0, 0, 200, 200]
     assert group._dispatch_info["mesh"] == [0, 0, 1, 1]
     assert group._collect_info["mesh"] == [True, False, True, False]
 
 
-def test_ranks_that_are_not_collected_send_nothing_but_their_errors(group):
+def test_ranks_that_are_not_collected_send_only_their_errors(group):
     sent = group._execute_all("on_mesh", ([zeros(1)] * 4,), {}, frozenset({1, 3})).get(60)
     assert [type(result).__name__ for result in sent] == ["DataProto", "NoneType", "DataProto", "NoneType"]
     with pytest.raises(ValueError, match="on rank 1"):
@@ -351,7 +351,7 @@ def test_results_that_cannot_be_joined_are_refused(group):
         group.some_return_nothing(zeros())
 
 
-def test_a_batch_is_passed_on_unread_and_changed_where_it_is_read(group):
+def test_a_batch_can_be_passed_on_and_can_be_changed_by_its_receiver(group):
     passed = group.add_nothing(zeros())
     assert [part.batch["a"].tolist() for part in passed.chunk(2)] == [[0.0] * 4] * 2
     read = ray.get(ray.put(zeros(4)))
@@ -361,12 +361,12 @@ def test_a_batch_is_passed_on_unread_and_changed_where_it_is_read(group):
     assert (again.meta_info, sorted(again.batch.keys())) == ({"t": 2}, ["a", "b"])
 
 
-def test_an_unknown_mesh_is_named(group):
+def test_the_error_names_an_unknown_mesh(group):
     with pytest.raises(ValueError, match="no such mesh"):
         group.on_unknown_mesh(zeros(4))
 
 
-def test_futures_chain_through_groups(group):
+def test_a_future_can_be_the_argument_of_another_call(group):
     first = group.add_rank_later(zeros())
     assert isinstance(first, DataProtoFuture)
     second = group.add_rank_later(first)
@@ -374,7 +374,7 @@ def test_futures_chain_through_groups(group):
     assert group.on_mesh(second).batch["a"].tolist() == [0, 0, 2, 2, 204, 204, 206, 206]
 
 
-def test_a_future_and_a_batch_that_ray_has_stored_are_arguments_of_one_call(group):
+def test_one_call_can_have_a_future_and_a_stored_batch_as_arguments(group):
     """Ray stores a batch for a mesh, or a large batch for all ranks. The group then sends a reference to this batch."""
     later = group.add_rank_later(zeros())
     for output in (group.sum_on_mesh(zeros(), later), group.sum_on_mesh(second=zeros(), first=later)):
@@ -382,19 +382,19 @@ def test_a_future_and_a_batch_that_ray_has_stored_are_arguments_of_one_call(grou
     assert group.lengths(later, zeros(50_000), ray.put(zeros(2))) == [[8, 50_000, 2]] * 4
 
 
-def test_a_method_may_take_the_future_itself(group):
+def test_a_method_can_get_the_future_instead_of_its_result(group):
     output = group.kind_of_argument(group.add_rank_later(zeros()))
     assert output.meta_info["metrics"]["kind"] == ["DataProtoFuture"] * 4
 
 
-def test_an_exception_keeps_type_traceback_and_rank(group):
+def test_an_exception_has_its_type_traceback_and_rank(group):
     with pytest.raises(ValueError, match="this cannot be") as caught:
         group.fail_on(3)
     assert "on rank 3" in str(caught.value)
     assert 'raise ValueError("this cannot be")' in str(caught.value)
 
 
-def test_an_exception_passes_through_chained_calls(group):
+def test_a_chained_call_raises_the_exception_of_the_earlier_call(group):
     chained = group.add_rank_later(group.fail_later(zeros()))
     with pytest.raises(ValueError, match="this cannot be") as caught:
         chained.get(30)
@@ -407,10 +407,10 @@ def test_an_exception_passes_through_chained_calls(group):
         asyncio.run(control())
 
 
-def test_a_late_call_names_its_group_and_the_late_ranks(group, tmp_path):
+def test_the_error_of_a_late_call_names_the_group_and_the_late_ranks(group, tmp_path):
     with call_deadline(0.3), pytest.raises(DeadlineError, match="group 'adder' rank 0"):
         group.sleep(1.0)
-    group.sleep(0)  # returns when all ranks are idle again
+    group.sleep(0)  # this call returns when all ranks are idle again
     pending = group.wait_later(tmp_path / "go on", only_rank=2)
     ray.wait(list(pending), num_returns=3, timeout=60)
     with pytest.raises(DeadlineError, match=r"1 of 4 are late: .*rank 2"):
@@ -420,7 +420,7 @@ def test_a_late_call_names_its_group_and_the_late_ranks(group, tmp_path):
         pass
 
 
-def test_a_group_has_a_deadline_of_its_own(group):
+def test_each_group_has_its_own_deadline(group):
     short = RayWorkerGroup.from_detached(
         name_prefix="short", worker_handles=group.workers, ray_cls_with_init=group.ray_cls_with_init, timeout_s=0.3
     )

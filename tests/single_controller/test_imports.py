@@ -32,11 +32,11 @@ VERLS_NAMES = {
 }
 
 
-def test_verls_names_are_all_in_one_package():
+def test_all_names_of_verl_are_in_one_package():
     wanted = {name for names in VERLS_NAMES.values() for name in names.split()}
     assert wanted - set(asyncrl.single_controller.__all__) == set()
     base, ray_class = asyncrl.single_controller.Worker, asyncrl.single_controller.RayClassWithInitArgs
-    # If Ray has wrapped the class, its methods have an additional parameter of Ray.
+    # If Ray has wrapped the class, its methods have an additional parameter from Ray.
     named = list(inspect.signature(base._register_dispatch_collect_info).parameters)
     assert named[:4] == ["self", "mesh_name", "dp_rank", "is_collect"]
     assert set(named[4:]) <= {"_ray_trace_ctx"}
@@ -53,7 +53,7 @@ def test_verls_names_are_all_in_one_package():
 
 
 @pytest.mark.long
-def test_the_protocol_loads_neither_torch_nor_ray_and_the_controller_no_torch():
+def test_the_protocol_imports_without_torch_and_ray_and_the_controller_without_torch():
     code = (
         "import sys\n"
         "import asyncrl, asyncrl.core, asyncrl.single_controller.codec, asyncrl.core.remote\n"

@@ -74,14 +74,14 @@ def two_nodes(cluster):
 
 
 @pytest.mark.long
-def test_ranks_follow_the_order_of_the_nodes_addresses(two_nodes):
+def test_ranks_are_in_the_order_of_node_addresses(two_nodes):
     addresses = [address for _, _, address in two_nodes.place()]
     assert addresses == [HEAD_ADDRESS] * 2 + [SECOND_ADDRESS] * 2
     assert [rank for rank, _, _ in two_nodes.place()] == [0, 1, 2, 3]
     assert two_nodes.master_address == HEAD_ADDRESS
 
 
-def test_workers_are_described_by_their_environment(two_nodes):
+def test_the_environment_of_each_worker_describes_its_place(two_nodes):
     assert two_nodes.env("WORLD_SIZE") == ["4"] * 4
     assert two_nodes.env("RAY_LOCAL_WORLD_SIZE") == ["2"] * 4
     assert two_nodes.env("RAY_LOCAL_RANK") == ["0", "1", "0", "1"]
@@ -94,7 +94,7 @@ def test_torch_distributed_finds_its_group(two_nodes):
     assert two_nodes.reduce_rank() == [6.0] * 4
 
 
-def test_placement_groups_are_sorted_by_number_not_by_text(two_nodes):
+def test_placement_groups_are_sorted_by_the_numbers_in_their_addresses(two_nodes):
     pgs = two_nodes.resource_pool.get_placement_groups()
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     for given in (pgs, pgs[::-1]):
@@ -107,7 +107,7 @@ def rows(num_rows=4):
 
 
 @pytest.mark.long
-def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
+def test_the_error_for_a_dead_worker_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
     group = group_on(pool_of(2), Mortal, name_prefix="mortal", log_dir=tmp_path)
     other = group_on(pool_of(1), Mortal, name_prefix="other")
     dead = group.die_on_one(rows())
@@ -132,7 +132,7 @@ def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
     other.shutdown()
 
 
-def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
+def test_the_error_of_a_call_during_the_end_of_its_group_names_the_worker(cluster):
     group = group_on(pool_of(1), Mortal, name_prefix="ended")
     assert group.place()
     pending = group.execute_rank_async(0, "hang")
@@ -155,7 +155,7 @@ def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
             call()
 
 
-def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluster):
+def test_the_error_for_a_dead_worker_shows_its_output_without_a_log_option(cluster):
     group = group_on(pool_of(2), Mortal, name_prefix="unlogged")
     with pytest.raises(WorkerDiedError) as caught:
         group.die_without_torch().get(60)
@@ -172,7 +172,7 @@ def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluste
     group.shutdown()
 
 
-def test_a_worker_that_cannot_be_made_says_why(cluster):
+def test_the_error_for_a_failed_constructor_of_a_worker_has_the_reason(cluster):
     class Broken(Worker):
         def __init__(self):
             super().__init__()
@@ -191,7 +191,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster):
 
 
 @pytest.mark.long
-def test_a_worker_whose_process_does_not_start_says_why(cluster):
+def test_the_error_for_a_process_that_does_not_start_has_the_reason(cluster):
     options = {"python": "/no/such/python", "timeout_s": 6, "name_prefix": "bodiless"}
     group = RayWorkerGroup(pool_of(1), RayClassWithInitArgs(Mortal), **options)
     with pytest.raises(DeadlineError, match=r"(?s)it never ran\).*raylet.*\.err:.*/no/such/python: No such file"):
@@ -214,9 +214,9 @@ def test_the_liveness_check_reports_a_death_once(cluster):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "rank", [pytest.param(0, id="on this node", marks=pytest.mark.slow), pytest.param(1, id="on another")]
+    "rank", [pytest.param(0, id="on this node", marks=pytest.mark.slow), pytest.param(1, id="on another node")]
 )
-async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
+async def test_the_error_names_a_worker_that_dies_between_calls(rank, cluster):
     group = group_on(pool_of(1, 1, apart=True), Mortal, name_prefix="idle")
     assert [address for *_, address in group.place()] == [HEAD_ADDRESS, SECOND_ADDRESS]
     death = asyncio.create_task(group.death())
@@ -226,7 +226,7 @@ async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
     group.shutdown()
 
 
-def test_a_watch_can_be_ended_and_begun_again(cluster):
+def test_the_liveness_check_can_be_stopped_and_started_again(cluster):
     group = group_on(pool_of(1), Mortal, name_prefix="watched again")
     told = threading.Event()
     for _ in range(2):
@@ -238,7 +238,7 @@ def test_a_watch_can_be_ended_and_begun_again(cluster):
 
 
 @pytest.mark.long
-def test_a_dead_node_surfaces_in_the_call(cluster):
+def test_a_call_to_a_worker_on_a_dead_node_raises_an_error(cluster):
     node = cluster.add_node(num_cpus=40, node_ip_address="127.0.0.11", **NODE_OPTIONS)
     group = group_on(pool_of(1, num_cpus=32.0), Mortal, name_prefix="lost")
     assert group.place() == [(0, 1, "127.0.0.11")]
@@ -252,7 +252,7 @@ def test_a_dead_node_surfaces_in_the_call(cluster):
     group.shutdown()
 
 
-async def test_a_place_that_no_node_has_is_waited_for_and_a_wait_that_is_given_up_leaves_nothing_reserved(cluster):
+async def test_a_cancelled_reservation_leaves_nothing_reserved(cluster):
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, labels={"ray.io/node-id": "none-such"})
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(pool.reserve(), 0.3)
@@ -262,7 +262,7 @@ async def test_a_place_that_no_node_has_is_waited_for_and_a_wait_that_is_given_u
 
 
 @pytest.mark.long
-async def test_a_worker_that_joins_has_its_own_rank_and_its_successor_may_differ(cluster):
+async def test_a_worker_can_have_a_given_rank_and_can_be_replaced(cluster):
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1, num_cpus_per_process=0.01)
     (node,) = await asyncio.wait_for(pool.reserve(), 60)
     address = node_addresses()[node]

@@ -66,14 +66,14 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("first", "second"), SAME)
-def test_equal_arrays_are_united(first, second):
+def test_union_accepts_equal_arrays(first, second):
     united = union_numpy_dict({"a": first}, {"a": second, "b": np.zeros(1)})
     assert list(united) == ["a", "b"]
     assert united["a"] is second
 
 
 @pytest.mark.parametrize(("first", "second"), DIFFERENT)
-def test_different_arrays_are_refused_in_either_order(first, second):
+def test_union_refuses_different_arrays_in_any_order(first, second):
     for one, other in ((first, second), (second, first)):
         with pytest.raises(AssertionError, match=r"column `a` differs"):
             union_numpy_dict({"a": one}, {"b": np.zeros(1), "a": other})
@@ -96,7 +96,7 @@ def test_a_refused_union_adds_nothing():
     assert list(data.batch.keys()) == list(data.non_tensor_batch) == ["a"]
 
 
-def test_a_union_is_in_place():
+def test_union_changes_the_first_batch_in_place():
     array_dict, facts, tensors = {"a": np.zeros(1)}, {"a": 1}, TensorDict({"a": torch.zeros(1)}, [1])
     assert union_numpy_dict(array_dict, {"b": np.ones(1)}) is array_dict
     assert union_two_dict(facts, {"b": 2}) is facts
@@ -116,7 +116,7 @@ def test_tensors_of_another_dtype_shape_or_batch_size_are_refused():
         union_tensor_dict(tensors, TensorDict({"b": torch.zeros(3)}, [3]))
 
 
-def test_facts_are_equal_by_their_own_comparison_too():
+def test_meta_info_is_also_compared_with_the_operator_of_its_values():
     assert union_two_dict({"a": 1, "b": OrderedDict(k=1)}, {"a": 1.0, "b": {"k": 1}})["a"] == 1.0
     assert union_two_dict({"a": np.arange(2)}, {"a": np.arange(2)}).keys() == {"a"}
     for one, other in ((np.arange(2), np.arange(3)), (np.arange(2), [0, 1]), ([1], (1,)), (float("nan"), 1.0)):
@@ -125,7 +125,7 @@ def test_facts_are_equal_by_their_own_comparison_too():
             union_two_dict({"a": one}, {"a": other})
 
 
-def test_batches_are_equal_by_their_entries():
+def test_batches_are_compared_by_their_entries():
     def columns(number=1.0, name="x"):
         rows = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
         words = NonTensorStack.from_list([NonTensorData(name), NonTensorData("b")])
@@ -148,7 +148,7 @@ def test_batches_are_equal_by_their_entries():
         parts({"batch": columns()})[0].union(parts({"batch": columns(name="y")})[0])
 
 
-def test_a_batch_is_not_joined_with_another_kind_of_result():
+def test_a_batch_cannot_be_joined_with_another_kind_of_result():
     data, columns = DataProto.from_dict({"a": torch.zeros(1)}), TensorDict({"a": torch.zeros(1)}, [1])
     for results in ([data, None], [None, data], [columns, None], [data, columns], [columns, data]):
         kinds = ", ".join(type(result).__name__ for result in results)
@@ -156,7 +156,7 @@ def test_a_batch_is_not_joined_with_another_kind_of_result():
             merge(results)
 
 
-def test_nested_tensors_are_equal_by_their_rows():
+def test_nested_tensors_are_compared_by_their_rows():
     def nested(*sizes, layout=torch.jagged):
         return torch.nested.nested_tensor([torch.ones(size) for size in sizes], layout=layout)
 
@@ -167,7 +167,7 @@ def test_nested_tensors_are_equal_by_their_rows():
         assert not deep_equal(other, nested(1, 2))
 
 
-def test_records_become_columns_by_the_keys_of_the_first():
+def test_records_become_columns_with_the_keys_of_the_first_record():
     assert list_of_dict_to_dict_of_list([]) == {}
     assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"b": 3, "a": 4}]) == {"a": [1, 4], "b": [2, 3]}
     assert list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 3}]) == {"a": [1, 3], "b": [2]}
@@ -194,17 +194,17 @@ def parts(*meta_infos):
         ([{"metrics": {}}, {"metrics": {}}], {}),
     ],
 )
-def test_metrics_of_all_parts_become_lists(meta_infos, expected):
+def test_concat_joins_the_metrics_of_all_parts_into_lists(meta_infos, expected):
     merged = DataProto.concat(parts(*meta_infos)).meta_info
     assert merged.pop("metrics") == expected
     assert merged == {key: value for key, value in meta_infos[0].items() if key != "metrics"}
 
 
-def test_no_metrics_stay_none():
+def test_concat_of_parts_without_metrics_has_no_metrics():
     assert DataProto.concat(parts({"metrics": []}, {"metrics": None}, {})).meta_info == {}
 
 
-def test_facts_of_all_parts_are_kept_and_conflicts_refused():
+def test_concat_joins_the_meta_info_of_all_parts_and_refuses_conflicts():
     merged = DataProto.concat(parts({"a": 1, "s": "x"}, {"b": 2, "s": "x"}, {"c": 3, "s": "x"})).meta_info
     assert merged == {"a": 1, "b": 2, "c": 3, "s": "x"}
     with pytest.raises(AssertionError, match="Conflicting values for meta_info key 'a'"):
@@ -213,7 +213,7 @@ def test_facts_of_all_parts_are_kept_and_conflicts_refused():
         DataProto.concat(parts({"a": np.arange(2)}, {"a": np.arange(3)}))
 
 
-def test_concat_leaves_its_parts_alone():
+def test_concat_does_not_change_its_parts():
     first, second = parts({"metrics": {"loss": 1}, "a": 1}, {"metrics": {"loss": 2}})
     DataProto.concat([first, second])
     assert first.meta_info == {"metrics": {"loss": 1}, "a": 1}
@@ -233,7 +233,7 @@ def test_concat_of_different_columns_is_refused():
                 DataProto.concat(pair)
 
 
-def test_lists_of_equal_length_in_one_part_are_joined_with_others():
+def test_concat_joins_lists_even_if_all_have_the_same_length_in_one_part():
     def lists(*values):
         return DataProto.from_dict(non_tensors={"s": list(values)})
 
@@ -245,13 +245,13 @@ def test_lists_of_equal_length_in_one_part_are_joined_with_others():
     assert words.tolist() == [[[1], [2]], "x", None]
 
 
-def test_a_column_with_other_shapes_is_named():
+def test_the_error_names_a_column_with_different_shapes():
     for first, second in ((torch.zeros(1, 2), torch.zeros(1, 3)), (np.zeros((1, 2)), np.zeros((1, 3)))):
         with pytest.raises(BatchError, match=r"column `a` .*cannot be joined"):
             DataProto.concat([DataProto.from_single_dict({"a": first}), DataProto.from_single_dict({"a": second})])
 
 
-def test_subclasses_keep_their_type():
+def test_results_of_a_subclass_have_the_type_of_the_subclass():
     class Rollouts(DataProto):
         pass
 

@@ -40,7 +40,7 @@ def rows(nested):
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_rows_are_taken_joined_and_repeated(make):
+def test_rows_of_nested_tensors_are_selected_joined_and_repeated(make):
     data, expected = DataProto.from_dict({"x": make(), "n": torch.arange(4)}), [row.tolist() for row in make().unbind()]
     assert rows(data.batch["x"]) == expected
     assert data.batch["x"].layout == make().layout
@@ -63,7 +63,7 @@ def test_rows_are_taken_joined_and_repeated(make):
 
 
 @pytest.mark.parametrize("make", KINDS[:4])
-def test_a_batch_of_no_rows_can_be_joined_again(make):
+def test_a_batch_without_rows_can_be_joined_with_other_batches(make):
     data = DataProto.from_dict({"x": make()})
     empty = data[:0]
     assert len(empty) == 0
@@ -85,7 +85,7 @@ def test_data_info_describes_nested_tensors():
     ]
 
 
-def test_dispatch_cuts_and_joins_tensordicts_with_nested_and_other_entries():
+def test_dispatch_splits_and_joins_tensordicts_with_nested_and_other_entries():
     whole = DataProto.from_dict(
         {"x": jagged(), "n": torch.arange(4)}, {"s": list("abcd")}, {"temperature": 0.5}
     ).to_tensordict()
@@ -103,7 +103,7 @@ def test_dispatch_cuts_and_joins_tensordicts_with_nested_and_other_entries():
         BatchData([chunks[0], chunks[1].exclude("x")]).concat()
 
 
-def test_dispatch_knows_batches_futures_and_nothing_else():
+def test_dispatch_splits_only_batches_and_futures():
     data = DataProto.from_dict({"n": torch.arange(4)})
     assert [part.batch["n"].tolist() for part in BatchData(data).chunk(2)] == [[0, 1], [2, 3]]
     assert len(BatchData([data, data]).concat()) == 8
@@ -121,5 +121,5 @@ def test_dispatch_knows_batches_futures_and_nothing_else():
         BatchData([]).concat()
 
 
-def test_a_slice_of_a_strided_nested_tensor_keeps_its_layout():
+def test_a_slice_of_a_strided_nested_tensor_has_the_same_layout():
     assert take_rows(strided(), slice(1, 3)).layout is torch.strided

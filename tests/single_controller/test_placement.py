@@ -66,7 +66,7 @@ def addresses_of(pool):
     return [sorted({nodes[node] for node in nodes_of(pg).values()}) for pg in pool.get_placement_groups()]
 
 
-def test_placement_groups_that_are_to_be_apart_have_a_node_each_or_are_refused_with_nothing_reserved(cluster):
+def test_each_placement_group_of_a_pool_with_apart_gets_its_own_node(cluster):
     pool = pool_of(1, 1, apart=True)
     assert sorted(addresses_of(pool)) == [[SECOND_ADDRESS], [HEAD_ADDRESS]]
     pool.shutdown()
@@ -74,7 +74,7 @@ def test_placement_groups_that_are_to_be_apart_have_a_node_each_or_are_refused_w
         pool_of(1, 1, 1, apart=True, timeout_s=1.0).get_placement_groups()
 
 
-def test_labels_name_the_nodes_that_will_do(cluster):
+def test_a_pool_with_labels_uses_only_nodes_with_these_labels(cluster):
     second = next(node for node, address in node_addresses().items() if address == SECOND_ADDRESS)
     pool = pool_of(2, labels={NODE_ID_LABEL: second})
     assert addresses_of(pool) == [[SECOND_ADDRESS]]
@@ -83,13 +83,13 @@ def test_labels_name_the_nodes_that_will_do(cluster):
         pool_of(1, labels={"pool": "none"}, timeout_s=1.0).get_placement_groups()
 
 
-def test_engines_may_be_spread_over_nodes_in_one_placement_group(cluster):
+def test_one_placement_group_can_be_spread_over_nodes(cluster):
     pool = pool_of(2, strategy="SPREAD")
     assert addresses_of(pool) == [[SECOND_ADDRESS, HEAD_ADDRESS]]
     pool.shutdown()
 
 
-def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):
+def test_a_new_group_finds_detached_workers_by_name(cluster):
     pool = pool_of(2)
     first = group_on(pool, name_prefix="kept", detached=True)
     again = RayWorkerGroup.from_detached(
@@ -104,7 +104,7 @@ def test_a_job_that_comes_back_finds_its_workers_by_name(cluster):
 
 
 @pytest.mark.long
-def test_detached_workers_outlive_their_driver(cluster):
+def test_detached_workers_continue_after_the_end_of_their_driver(cluster):
     said = [
         subprocess.run(
             [sys.executable, "-c", DRIVER, cluster.address, word],
@@ -119,13 +119,13 @@ def test_detached_workers_outlive_their_driver(cluster):
     assert said[2] == "[['start', 'resume', 'end'], ['start', 'resume', 'end']]"
 
 
-def test_a_detached_group_on_a_pool_that_is_not_is_warned_of(cluster, caplog):
+def test_a_detached_group_on_a_pool_that_is_not_detached_gives_a_warning(cluster, caplog):
     group = group_on(pool_of(1), name_prefix="short lived", detached=True)
     assert "'short lived' is detached and its pool is not" in caplog.text
     group.shutdown()
 
 
-def test_an_unknown_option_is_refused_and_verls_are_accepted(cluster):
+def test_an_unknown_option_is_refused_and_options_of_verl_are_accepted(cluster):
     pool = pool_of(1)
     with pytest.raises(TypeError, match="log_directory"):
         group_on(pool, log_directory="here")
@@ -134,7 +134,7 @@ def test_an_unknown_option_is_refused_and_verls_are_accepted(cluster):
     group.shutdown()
 
 
-def test_options_that_contradict_one_another_are_refused(cluster):
+def test_contradictory_options_are_refused(cluster):
     with pytest.raises(ValueError, match="master_port None; set both"):
         group_on(pool_of(1), master_addr="here")
     with pytest.raises(ValueError, match="reserved no devices"):
@@ -159,7 +159,7 @@ def test_the_master_port_is_the_first_free_one_of_the_range(cluster):
             group_on(pool_of(1), master_port_range=(first, first + 1))
 
 
-def test_profiled_workers_run_under_nsight(cluster):
+def test_workers_with_profiling_run_under_nsight(cluster):
     launched = []
 
     class Recorded(RayClassWithInitArgs):
@@ -174,7 +174,7 @@ def test_profiled_workers_run_under_nsight(cluster):
 
 
 @pytest.mark.long
-def test_a_group_that_cannot_start_leaves_nothing_behind(cluster):
+def test_a_group_that_cannot_start_releases_its_reservation(cluster):
     first = group_on(pool_of(1), name_prefix="twice")
     pool = pool_of(2)
     with pytest.raises(ValueError, match="twiceProbe_0:0"):
@@ -185,14 +185,14 @@ def test_a_group_that_cannot_start_leaves_nothing_behind(cluster):
 
 
 @pytest.mark.long
-def test_extra_environment_reaches_the_workers(cluster):
+def test_workers_get_additional_environment_variables(cluster):
     group = group_on(pool_of(1), worker_env={"MY_OPTION": "7"})
     assert group.env("MY_OPTION") == ["7"]
     group.shutdown()
 
 
 @pytest.mark.long
-def test_parts_of_a_pool_host_groups_of_their_own(cluster):
+def test_each_part_of_a_pool_can_have_its_own_group(cluster):
     whole = pool_of(4)
     parts = split_resource_pool(whole, [1, 3])
     inner = split_resource_pool(parts[1], [2, 1])
@@ -210,7 +210,7 @@ def test_parts_of_a_pool_host_groups_of_their_own(cluster):
     whole.shutdown()
 
 
-def test_two_pools_become_one(cluster):
+def test_two_pools_can_be_merged_into_one(cluster):
     first, second = pool_of(1), pool_of(2)
     merged = merge_resource_pool(first, second)
     assert merged.store == [1, 2]
@@ -225,7 +225,7 @@ def test_two_pools_become_one(cluster):
 
 
 @pytest.mark.long
-def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
+def test_a_reservation_lasts_until_no_group_uses_any_part_of_it(cluster):
     whole, other = pool_of(2), pool_of(1)
     on_part = group_on(split_resource_pool(whole, 1)[1])
     on_both = group_on(merge_resource_pool(whole, other))
@@ -241,7 +241,7 @@ def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
 
 
 @pytest.mark.long
-def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):
+def test_ranks_get_the_same_nodes_each_time_a_job_starts(cluster):
     places = []
     for _ in range(2):
         # Ray places the pool's second placement group on the first node, because only this node has room.
@@ -251,7 +251,7 @@ def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):
     assert places[0] == places[1] == [(0, 2, HEAD_ADDRESS), (1, 2, SECOND_ADDRESS)]
 
 
-def test_a_pool_that_cannot_be_granted_says_what_is_free(cluster):
+def test_a_pool_that_cannot_be_reserved_removes_its_placement_groups(cluster):
     pool = pool_of(1, num_cpus=1000.0, timeout_s=0.5)
     with pytest.raises(DeadlineError, match="did not grant"):
         pool.get_placement_groups()
@@ -261,13 +261,13 @@ def test_a_pool_that_cannot_be_granted_says_what_is_free(cluster):
     assert states == {"REMOVED"}
 
 
-def test_bundles_ask_for_devices_and_their_kind():
+def test_bundles_request_devices_of_the_given_kind():
     pool = RayResourcePool([1], max_colocate_count=3, accelerator_type="A100")
     assert pool.bundle() == {"CPU": 3.0, "GPU": 1.0, "A100": 1e-4}
     assert pool.bundle("npu") == {"CPU": 3.0, "NPU": 1.0, "A100": 1e-4}
 
 
-def test_a_manager_gives_each_role_its_pool(cluster):
+def test_the_pool_manager_creates_a_pool_for_each_role(cluster):
     manager = ResourcePoolManager(
         resource_pool_spec={"main": [2, 1], "rm": [1]},
         mapping={Role.ActorRollout: "main", Role.RewardModel: "rm"},
@@ -279,7 +279,7 @@ def test_a_manager_gives_each_role_its_pool(cluster):
     assert manager.get_resource_pool(Role.RewardModel).max_colocate_count == 1
 
 
-def test_a_manager_names_what_is_missing_on_which_node(cluster):
+def test_the_error_of_the_pool_manager_names_missing_devices_per_node(cluster):
     manager = ResourcePoolManager({"main": [8, 1]}, {Role.Actor: "main"})
     with pytest.raises(ValueError, match="8 processes") as caught:
         manager.create_resource_pool()
@@ -288,5 +288,5 @@ def test_a_manager_names_what_is_missing_on_which_node(cluster):
     assert "8 GPU (has 0 of 8)" in str(caught.value)
 
 
-def test_values_are_put_in_order(cluster):
+def test_parallel_put_returns_references_in_the_order_of_the_values(cluster):
     assert ray.get(parallel_put(list(range(20)), max_workers=4)) == list(range(20))

@@ -88,7 +88,7 @@ class Counter(Worker):
 
 @ray.remote
 class Constant(Worker):
-    """A worker that does not import torch, because this import takes most of a worker's start."""
+    """A worker that does not import torch, because this import takes most of the start time of a worker."""
 
     def __init__(self, value=0) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def rows(num_rows, **options):
 
 
 @pytest.mark.long
-def test_calls_by_name_and_by_method(group):
+def test_workers_are_called_by_name_and_by_method(group):
     assert group.execute_all_sync("plain", y=3) == [5] * 2
     assert ray.get(group.execute_all_async("plain", y=4)) == [6] * 2
     assert ray.get(group.execute_rank_zero("plain", 5)) == 7
@@ -149,7 +149,7 @@ def test_calls_by_name_and_by_method(group):
     assert group.pairs(x=[1, 2], y=[5, 6]) == [8, 10]
 
 
-def test_the_groups_environment_is_its_own(group):
+def test_worker_env_reaches_the_workers_but_cannot_set_reserved_variables(group):
     assert group.execute_all_sync("getenv", key="RAY_LOCAL_WORLD_SIZE") == ["2"] * 2
     assert group.execute_all_sync("getenv", "MY_KEY") == ["my value"] * 2
     with pytest.raises(ValueError, match="WORLD_SIZE"):
@@ -171,14 +171,14 @@ def test_another_process_connects_to_a_worker_group_by_the_names_of_its_workers(
     assert ray.get(take_up.remote(group.worker_names)) == (group.worker_names, [8, 10], 5)
 
 
-def test_parts_that_were_put_beforehand_are_handed_out(group):
+def test_a_method_accepts_parts_that_parallel_put_has_stored(group):
     parts = rows(8).chunk(group.world_size)
     output = ray.get(group.bump(parallel_put(parts)))
     assert [part.batch["a"].tolist() for part in output] == [[1] * 4] * 2
     assert parts[0].batch["a"].tolist() == [0] * 4
 
 
-def test_coroutines_give_futures(group):
+def test_a_registered_coroutine_returns_a_future(group):
     future = group.add_rank(rows(8))
     assert isinstance(future, DataProtoFuture)
     assert future.get().batch["out"].tolist() == [0] * 4 + [1] * 4
@@ -202,7 +202,7 @@ def test_functions_run_on_the_workers(group):
     assert group.execute_func_rank_zero(lambda tensor: tensor + 1, torch.ones(2)).tolist() == [2, 2]
 
 
-def test_tensordicts_with_ragged_columns_go_over_a_mesh(group):
+def test_a_mesh_splits_tensordicts_with_ragged_columns(group):
     ids = torch.nested.as_nested_tensor([torch.arange(length) for length in (2, 3, 4, 5)], layout=torch.jagged)
     output = group.on_tensordict(TensorDict({"ids": ids}, batch_size=[4])).get()
     assert isinstance(output, TensorDict)
@@ -213,7 +213,7 @@ def test_tensordicts_with_ragged_columns_go_over_a_mesh(group):
 
 
 @pytest.mark.long
-def test_workers_need_not_derive_from_the_base(group):
+def test_a_worker_class_does_not_need_to_inherit_from_worker(group):
     pool = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
     scorers = NamedWorkerGroup(pool, RayClassWithInitArgs(cls=PlainScorer, scale=3))
     assert scorers.score(group.add_rank(rows(8))).batch["score"].tolist() == [0.0] * 8
@@ -247,7 +247,7 @@ def test_a_worker_class_keeps_its_own_options(cluster):
     group.shutdown()
 
 
-def test_a_worker_follows_anothers_place_in_a_mesh(monkeypatch):
+def test_a_worker_can_copy_the_mesh_position_of_another_worker(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "9"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -264,7 +264,7 @@ def test_a_worker_follows_anothers_place_in_a_mesh(monkeypatch):
         outer.set_dispatch_collect("actor", {"train": 0}, {"train": False})
 
 
-def test_small_names_are_there_too():
+def test_small_classes_of_verl_exist():
     held = ClassWithInitArgs(dict, [("a", 1)], b=2)
     assert held() == {"a": 1, "b": 2}
     assert held.fused_worker_used is False

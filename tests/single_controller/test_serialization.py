@@ -95,7 +95,7 @@ def first_value(rank):
 
 
 @pytest.mark.long
-def test_every_rank_ends_with_the_rows_of_all():
+def test_after_all_gather_every_rank_has_the_rows_of_all_ranks():
     run_on_ranks(NUM_RANKS, gather)
 
 
@@ -105,21 +105,21 @@ def written(frames):
     return file.getvalue()
 
 
-def test_frames_come_back_and_begin_at_multiples_of_64():
+def test_frames_are_restored_and_begin_at_multiples_of_64():
     frames = [b"header", b"", b"x" * 100, memoryview(b"yy")]
     data = written(frames)
     assert [bytes(frame) for frame in serialization.read_frames(data)] == [bytes(frame) for frame in frames]
     assert data.index(b"header") % 64 == data.index(b"xxx") % 64 == 0
 
 
-def test_every_truncation_is_a_wire_error():
+def test_every_truncated_file_raises_wire_error():
     data = written([b"header", b"x" * 70])
     for end in range(len(data)):
         with pytest.raises(WireError):
             serialization.read_frames(data[:end])
 
 
-def test_a_file_that_claims_too_much_is_refused():
+def test_a_file_with_a_wrong_length_field_is_refused():
     data = written([b"header"])
     with pytest.raises(WireError, match="truncated"):
         serialization.read_frames(data[:8] + b"\xff\xff\xff\xff" + data[12:])
@@ -132,7 +132,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0, 5)])
-def test_a_tensor_comes_back_from_its_parts(dtype, shape):
+def test_a_tensor_is_restored_from_its_parts(dtype, shape):
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
     name, size, memory = serialize_single_tensor(tensor)
     assert name == str(dtype).removeprefix("torch.")
@@ -151,7 +151,7 @@ def test_a_view_is_sent_in_the_order_of_its_elements():
 
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("device", [None, "cpu"])
-def test_a_tensordict_comes_back_from_its_parts(layout, device):
+def test_a_tensordict_is_restored_from_its_parts(layout, device):
     nested = torch.nested.as_nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=layout)
     batch = TensorDict({"dense": torch.randn(2, 3), "nested": nested}, batch_size=[2], device=device)
     batch_size, place, items = serialize_tensordict(batch)
@@ -163,12 +163,12 @@ def test_a_tensordict_comes_back_from_its_parts(layout, device):
     assert deep_equal(dict(back.items()), dict(batch.items()))
 
 
-def test_more_than_one_batch_dimension_is_kept():
+def test_several_batch_dimensions_are_restored():
     batch = TensorDict({"a": torch.randn(2, 3, 4)}, batch_size=[2, 3])
     assert deserialize_tensordict(serialize_tensordict(batch)).batch_size == (2, 3)
 
 
-def test_parts_that_do_not_fit_are_refused():
+def test_invalid_parts_of_a_tensor_are_refused():
     with pytest.raises(BatchError, match="'save'"):
         deserialize_single_tensor(("save", (1,), b"1234"))
     with pytest.raises(BatchError, match="3 bytes"):

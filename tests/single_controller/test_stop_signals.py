@@ -22,10 +22,10 @@ def output_of(body: str) -> list[str]:
 
 
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
-def test_a_process_that_leaves_stop_to_its_owner_outlives_it_and_so_do_its_children(number):
+def test_a_process_and_its_children_ignore_stop_signals_after_leave_stop_to_owner(number):
     assert output_of(f"""
         leave_stop_to_owner()
-        get_context("spawn").Lock()  # brings Python's resource tracker up, which unblocks the signals
+        get_context("spawn").Lock()  # starts Python's resource tracker, which unblocks the signals
         os.kill(os.getpid(), signal.{number})
         child = subprocess.Popen(SLEEPER, stdout=subprocess.PIPE)
         child.stdout.readline()
@@ -38,14 +38,14 @@ def test_a_process_that_leaves_stop_to_its_owner_outlives_it_and_so_do_its_child
     """) == ["both", "live"]
 
 
-def test_a_process_that_has_not_inherited_a_blocked_stop_signal_goes_on_obeying_it():
+def test_a_process_that_inherits_no_blocked_stop_signal_still_obeys_stop_signals():
     assert output_of("""
         keep_stop_blocked()
         print(len(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     """) == ["0"]
 
 
-def test_a_reward_process_outlives_sigterm_and_can_end_its_own_children_by_it():
+def test_a_reward_process_ignores_sigterm_and_can_end_its_children_with_it():
     assert output_of("""
         leave_stop_to_owner()
         outlive_stop()

@@ -13,7 +13,7 @@ from asyncrl.single_controller import DataProto, unfold_batch_dim
 from tests.single_controller.test_data_proto import batch_of, numbers
 
 
-def test_disk_round_trip(tmp_path):
+def test_a_batch_is_restored_from_disk(tmp_path):
     data = batch_of(3, t=0.5)
     data.save_to_disk(tmp_path / "data.bin")
     loaded = DataProto.load_from_disk(tmp_path / "data.bin")
@@ -29,13 +29,13 @@ def test_disk_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_pickle_round_trip_with_values_of_any_type(protocol):
+def test_pickle_restores_a_batch_with_values_of_any_type(protocol):
     loaded = pickle.loads(pickle.dumps(batch_of(2, f=len), protocol=protocol))
     assert numbers(loaded) == [0, 1]
     assert loaded.meta_info == {"f": len}
 
 
-def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
+def test_pickle_5_copies_a_tensor_only_at_its_first_use():
     data, buffers = batch_of(4), []
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(stream, buffers=[memoryview(buffer).toreadonly() for buffer in buffers])
@@ -47,7 +47,7 @@ def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
     assert kept.batch["a"].tolist() == [11, 21]
 
 
-def test_writing_to_unfolded_columns_of_a_received_batch_leaves_the_senders_memory_alone():
+def test_a_write_to_unfolded_columns_does_not_change_the_memory_of_the_sender():
     data, buffers = DataProto.from_dict({"a": torch.arange(8).reshape(2, 4)}), []
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     for change in (lambda batch: batch.unfold_column_chunks(2, ["a"]), unfold_batch_dim):
@@ -75,7 +75,7 @@ def test_a_batch_from_a_plain_pickle_is_writable_and_one_in_shared_memory_is_rea
         shared.non_tensor_batch["n"][0] = 7
 
 
-def test_deeply_nested_facts_and_facts_of_any_type_go_through_pickle():
+def test_pickle_restores_deeply_nested_meta_info_of_any_type():
     deep = ["x"]
     for _ in range(200):
         deep = [deep]
@@ -89,7 +89,7 @@ def test_deeply_nested_facts_and_facts_of_any_type_go_through_pickle():
         pickle.dumps(data)
 
 
-def test_a_sparse_column_goes_through_pickle_and_not_to_disk(tmp_path):
+def test_a_sparse_column_can_be_pickled_but_not_saved_to_disk(tmp_path):
     data = DataProto.from_dict({"a": torch.eye(2).to_sparse(), "b": torch.ones(2)})
     loaded = pickle.loads(pickle.dumps(data))
     assert loaded.batch["a"].to_dense().tolist() == [[1, 0], [0, 1]]
@@ -107,7 +107,7 @@ def test_a_column_that_is_not_an_array_is_refused_when_the_batch_is_sent(tmp_pat
             send(data)
 
 
-def test_subclasses_come_back_as_what_they_were(tmp_path):
+def test_pickle_and_disk_restore_the_type_of_a_subclass(tmp_path):
     data = Rollouts.from_dict({"a": torch.ones(2)})
     assert type(pickle.loads(pickle.dumps(data))) is Rollouts
     data.save_to_disk(tmp_path / "data")
@@ -122,7 +122,7 @@ class Rollouts(DataProto):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-1], lambda b: b[:40], lambda b: b"", lambda b: b + b"x", lambda b: b[1:]]
 )
-def test_a_damaged_file_is_a_wire_error(damage, tmp_path):
+def test_a_damaged_file_raises_wire_error(damage, tmp_path):
     path = tmp_path / "data"
     batch_of().save_to_disk(str(path))
     path.write_bytes(damage(path.read_bytes()))
@@ -148,7 +148,7 @@ def test_an_unpickled_batch_is_decoded_at_its_first_use():
     assert not hasattr(data, "nothing of the kind")
 
 
-def test_threads_that_ask_at_the_same_time_all_get_the_batch():
+def test_several_threads_can_use_an_unpickled_batch_at_the_same_time():
     stream = pickle.dumps(batch_of(3))
     with ThreadPoolExecutor(8) as threads:
         for _ in range(200):

@@ -54,7 +54,7 @@ except WorkerDiedError as error:
 assert kept, "the worker did not die"
 ray.shutdown()
 watching.join(30)
-assert not watching.is_alive(), "the watch did not end with its cluster"
+assert not watching.is_alive(), "the liveness check did not end with its cluster"
 doomed.shutdown()
 assert not ray.is_initialized(), "the shutdown of a group started Ray"
 
@@ -130,19 +130,19 @@ def output_of(script, *arguments):
     finally:
         if run.poll() is None:
             family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-        for process in family:  # the run's Ray cluster ends too
+        for process in family:  # kill also the processes of the Ray cluster
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     return output
 
 
 @pytest.mark.slow
-def test_a_second_cluster_serves_after_a_worker_died_in_the_first():
+def test_a_second_cluster_works_after_a_worker_has_died_in_the_first():
     output = output_of(_SCRIPT)
     assert output.endswith("both clusters served"), output
 
 
 @pytest.mark.long
-def test_a_detached_reservation_outlives_the_job_that_made_it(cluster):
+def test_a_detached_reservation_lasts_after_the_end_of_its_job(cluster):
     output = output_of(_DETACHED, cluster.address)
     assert output.endswith("reserved across two jobs"), output

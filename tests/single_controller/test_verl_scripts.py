@@ -1,4 +1,4 @@
-"""Parts of driver scripts written for verl, with their results."""
+"""Parts of driver scripts written for verl, and the results that they must have."""
 
 import dataclasses
 import pickle
@@ -28,7 +28,7 @@ def prompts():
     )
 
 
-def test_one_step_of_a_trainer():
+def test_the_batch_operations_of_a_training_step_work():
     batch = DataProto.from_single_dict(
         {"ids": torch.arange(8).reshape(4, 2), "uid": np.array(list("abcd"), dtype=object), "raw": np.arange(4)}
     )
@@ -51,7 +51,7 @@ def test_one_step_of_a_trainer():
     assert DataProto.concat(outputs).meta_info == {"metrics": {"loss": [0.0, 1.0]}}
 
 
-def test_padding_for_four_workers_and_back():
+def test_a_batch_is_padded_for_four_workers_and_unpadded_again():
     padded, pad_size = pad_dataproto_to_divisor(prompts(), 4)
     assert (len(padded), pad_size) == (4, 1)
     assert padded.batch["ids"][-1].tolist() == [1, 2]
@@ -62,7 +62,7 @@ def test_padding_for_four_workers_and_back():
         pad_dataproto_to_divisor([1, 2, 3], 2)
 
 
-def test_the_flag_of_padding_has_the_names_that_scripts_use(monkeypatch):
+def test_the_padding_flag_has_the_names_of_verl(monkeypatch):
     data = DataProto.from_dict({"a": torch.zeros(3)}, auto_padding=True)
     assert data.meta_info == {"_verl_auto_padding": True}
     assert DataProtoConfig.auto_padding_key == "_verl_auto_padding"
@@ -82,7 +82,7 @@ def test_groups_are_folded_reordered_and_unfolded():
     assert unfolded.non_tensor_batch["uid"].tolist() == list("bbccaa")
 
 
-def test_columns_of_two_parts_are_unfolded_strings_too():
+def test_columns_of_tensors_and_strings_are_unfolded_into_two_rows():
     data = DataProto.from_dict(
         {"pair": torch.arange(12).reshape(3, 4), "one": torch.arange(3)},
         {"names": [["a1", "a2"], ["b1", "b2"], ["c1", "c2"]], "uid": ["a", "b", "c"]},
@@ -94,7 +94,7 @@ def test_columns_of_two_parts_are_unfolded_strings_too():
     assert unfolded.non_tensor_batch["uid"].tolist() == list("aabbcc")
 
 
-def test_a_tensordict_holds_messages_scores_and_facts():
+def test_a_tensordict_contains_messages_scores_and_meta_info():
     messages = [[{"role": "user", "content": "1"}], [{"role": "user", "content": "2"}] * 2]
     data = DataProto.from_dict(
         {"ids": torch.arange(2)},
@@ -112,7 +112,7 @@ def test_a_tensordict_holds_messages_scores_and_facts():
     assert back.meta_info == {"epoch": 1, "step": 42}
 
 
-def test_an_empty_tensordict_keeps_its_rows():
+def test_a_tensordict_without_columns_has_a_number_of_rows():
     data = pickle.loads(pickle.dumps(DataProto(batch=TensorDict({}, batch_size=[10]))))
     assert list(data.batch.keys()) == []
     assert data.batch.batch_size == torch.Size([10])
@@ -121,13 +121,13 @@ def test_an_empty_tensordict_keeps_its_rows():
     assert len(selected) == 3
 
 
-def test_missing_parts_count_no_rows():
+def test_a_missing_part_of_a_batch_has_no_rows():
     assert len(DataProto(batch=None, non_tensor_batch={"a": np.zeros(3)})) == 3
     assert len(DataProto(batch=None, non_tensor_batch={})) == 0
     assert len(DataProto(batch=None, non_tensor_batch=None, meta_info={"a": 1})) == 0
 
 
-def test_constructors_refuse_what_does_not_fit():
+def test_constructors_refuse_invalid_arguments():
     for num_batch_dims in (0, 2, 3):
         with pytest.raises(AssertionError):
             DataProto.from_dict({"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}, num_batch_dims=num_batch_dims)
@@ -145,7 +145,7 @@ def test_constructors_refuse_what_does_not_fit():
         prompts().select(batch_keys=["nowhere"])
 
 
-def test_collate_fn_takes_items_made_by_hand():
+def test_collate_fn_accepts_items_that_a_script_makes():
     items = [DataProtoItem(TensorDict({"a": torch.tensor(n)}, []), {"s": str(n), "l": [n]}) for n in range(3)]
     data = collate_fn(items)
     assert data.batch["a"].tolist() == [0, 1, 2]
@@ -154,7 +154,7 @@ def test_collate_fn_takes_items_made_by_hand():
     assert data.meta_info == {}
 
 
-def test_tensors_shared_by_selections_are_the_same_tensordict():
+def test_select_and_split_share_the_tensors_of_the_batch():
     data = prompts()
     data.select().batch["new"] = torch.zeros(3)
     assert list(data.batch.keys()) == ["ids", "new"]
@@ -173,7 +173,7 @@ def test_a_batch_is_a_dataclass_of_its_three_parts():
         dataclasses.replace(prompts(), non_tensor_batch={"uid": np.arange(2)})
 
 
-def test_a_subclass_may_be_a_dataclass_with_a_field_more():
+def test_a_subclass_can_be_a_dataclass_with_an_additional_field():
     @dataclasses.dataclass
     class Stamped(DataProto):
         step: int = 0
@@ -186,7 +186,7 @@ def test_a_subclass_may_be_a_dataclass_with_a_field_more():
         Stamped(batch=prompts().batch, non_tensor_batch={"uid": np.arange(5)})
 
 
-def test_the_state_of_a_batch_is_put_into_another():
+def test_setstate_replaces_the_content_of_a_batch():
     restored = DataProto(meta_info={"old": 1})
     restored.__setstate__(prompts().__getstate__())
     assert restored.batch["ids"].tolist() == [[1, 2], [3, 4], [5, 6]]
@@ -194,7 +194,7 @@ def test_the_state_of_a_batch_is_put_into_another():
     assert restored.meta_info == {"temperature": 1.0}
 
 
-def test_mini_batches_hold_object_arrays_of_the_rows():
+def test_mini_batches_contain_arrays_of_objects():
     data = DataProto.from_dict(
         {"ids": torch.arange(4)},
         {"turns": np.arange(4), "pairs": np.array([[1, 2], [3, 4], [5, 6], [7, 8]]), "text": ["a", "b", "c", "d"]},

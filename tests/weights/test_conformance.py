@@ -63,9 +63,9 @@ CASES = {
     "into-an-engine-experts": ("qwen3_moe", 1, "float32", OnUpdate.recompute, INTO_ENGINES),
     "into-an-engine-bfloat16": ("qwen2", 1, "bfloat16", OnUpdate.recompute, INTO_ENGINES),
 }
-"""By name: the family of the model, the tensor-parallel size, its dtype, the option ``on_update``, how it publishes."""
+"""Family of the model, tensor-parallel size, dtype, option ``on_update`` and publish options of each case."""
 IN_CI = ("tied", "over-the-network", "into-an-engine-tied")
-"""One case per carrier that is not slow."""
+"""The cases that are not slow: one per carrier."""
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ IN_CI = ("tied", "over-the-network", "into-an-engine-tied")
         for name, case in CASES.items()
     ],
 )
-async def test_every_token_is_of_the_version_that_it_names(
+async def test_every_token_was_sampled_with_the_policy_version_that_it_reports(
     family, tp_size, dtype, on_update, options, tmp_path, monkeypatch, request
 ):
     if "loaded-in-threads" in request.node.callspec.id:
@@ -126,13 +126,13 @@ async def test_every_token_is_of_the_version_that_it_names(
 
 
 def prefixed_requests(name):
-    """Return requests for eight samples: two for each of four prompts, which have a common prefix."""
+    """Return requests for two samples of each of four prompts. The prompts have a common prefix."""
     requests = requests_of(4, 2, name, max_new_tokens=120, temperature=1.2)
     return [replace(request, prompt_ids=np.append(SHARED_PREFIX, request.prompt_ids)) for request in requests]
 
 
 def perturb(learner, seed):
-    """Change about a third of the weights by about 10%. All values of adapters change, because adapters begin at 0."""
+    """Change about a third of the weights by about 10%. All values of adapters change, because they begin at 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in learner.pretrained.named_parameters():
         values = local_tensor(parameter.data)
@@ -144,7 +144,7 @@ def perturb(learner, seed):
 
 
 def check(answered, folders, dtype, *, keeps):
-    """Compare the log-probs of all answers with those of a forward. Returns the number of tokens per version."""
+    """Compare the log-probs of all answers with a Hugging Face forward. Returns the number of tokens per version."""
     num_tokens, atol = Counter(), 0.1 if dtype == "bfloat16" else 1e-4
 
     @cache

@@ -55,7 +55,7 @@ def change_of(item_bytes, num_values, gap_bytes, data):
     )
 
 
-def test_a_delta_keeps_minus_zero_and_not_a_number_exact():
+def test_a_delta_restores_minus_zero_and_nan_bit_for_bit():
     old = np.array([0.0, np.nan, 1.0, np.nan] * 8, dtype=np.float32)
     new = old.copy()
     new[0] = -0.0
@@ -66,7 +66,7 @@ def test_a_delta_keeps_minus_zero_and_not_a_number_exact():
     assert_exact(old.view(np.uint8), new.view(np.uint8), 4)
 
 
-def test_a_delta_holds_a_completely_changed_piece_whole():
+def test_a_delta_contains_the_whole_piece_if_every_value_has_changed():
     old = random_bytes(1000)
     num_values, gap_bytes, data = encode(old, old + 1, 2)
     assert (num_values, gap_bytes, len(data)) == (1000, 0, 2000)
@@ -74,7 +74,7 @@ def test_a_delta_holds_a_completely_changed_piece_whole():
 
 @pytest.mark.parametrize("kind", ITEMS)
 @pytest.mark.parametrize("share", [0.01, 0.05])
-def test_a_delta_takes_little_more_than_the_value_and_two_bytes_per_change(kind, share, tmp_path):
+def test_a_delta_needs_at_most_two_bytes_per_changed_value_besides_the_value(kind, share, tmp_path):
     item_bytes = ITEMS[kind]
     old = random_bytes(1 << 18, item_bytes)
     new = changed(old, seed=1, share=share, item_bytes=item_bytes)
@@ -99,7 +99,7 @@ def test_a_hundred_random_deltas_are_exact(kind, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["a bit", "cut", "another base"])
-def test_a_damaged_delta_raises_with_its_path(how, tmp_path):
+def test_the_error_for_a_damaged_delta_names_its_path(how, tmp_path):
     old = random_bytes(50_000)
     new = changed(old, seed=1)
     offer = publish_bytes(tmp_path, 2, new, base=(publish_bytes(tmp_path, 1, old), old))
@@ -113,7 +113,7 @@ def test_a_damaged_delta_raises_with_its_path(how, tmp_path):
         apply_delta(read_manifest(offer), image)
 
 
-def test_an_unstaged_delta_is_not_loaded(tmp_path):
+def test_a_load_refuses_a_delta_that_was_not_applied(tmp_path):
     old = random_bytes(100)
     offer = publish_bytes(tmp_path, 2, old, base=(publish_bytes(tmp_path, 1, old), old))
     with pytest.raises(WeightsError, match=r"version 2 is a delta to version 1; apply the delta"):

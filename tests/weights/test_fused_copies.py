@@ -1,4 +1,4 @@
-"""Loads that copy many experts at once must put the values where the model's own loader puts them."""
+"""Loads that join the copies of many experts must write the same values as the model's own loader."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ EXPERTS, WIDTH, HIDDEN = 6, 8, 4
 
 
 class Mixture(nn.Module):
-    """Loads weights like SGLang's models into w13 [E, 2I, H] and w2 [E, H, I]. A rank holds a part of each.
+    """Loads weights like SGLang's models into w13 [E, 2I, H] and w2 [E, H, I]. Each rank has a part of both.
 
     Args:
         ranks: Number of tensor-parallel ranks. The model is that of the last rank.
@@ -57,7 +57,7 @@ class Mixture(nn.Module):
 
 
 class Interleaves(Mixture):
-    """A model in whose w13 the rows of gate and up alternate, as in GPT-OSS."""
+    """A model with alternating rows of gate and up in w13, as in GPT-OSS."""
 
     def place(self, kind, expert):
         if kind == "down":
@@ -104,7 +104,7 @@ def published(seed=0, dtype=torch.float32):
 def offer_of(tmp_path):
     """Return a function that publishes tensors.
 
-    The function's argument ``spoil`` names a tensor. After its digest was computed, the tensor's first byte is changed.
+    The function's argument ``spoil`` names a tensor. Its first byte is changed after the digest was computed.
     """
 
     def make(tensors, spoil=None):
@@ -172,7 +172,7 @@ def load(request, monkeypatch):
         pytest.param({"kind": Pads, "ranks": 2, "own": range(4)}, 2, id="padded-parallel"),
     ],
 )
-def test_later_loads_join_the_copies_of_experts(layout, most_copies, load, offer_of, monkeypatch):
+def test_loads_after_the_first_join_the_copies_of_experts(layout, most_copies, load, offer_of, monkeypatch):
     model = {"kind": Mixture, **layout}["kind"](**{name: value for name, value in layout.items() if name != "kind"})
     dtype = model.w13.dtype
     own = {f"experts.{expert}.{kind}" for expert in model.own for kind in ("down", "gate", "up")}
@@ -193,15 +193,15 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # lose the values, as when an engine releases its memory
+        for parameter in model.parameters():  # an engine that releases its memory loses the values
             parameter.data.fill_(torch.nan)
 
 
-def test_a_later_load_of_a_large_mixture_makes_few_writes():
+def test_loads_after_the_first_need_few_writes_for_a_large_mixture():
     assert writes_per_expert_tensor(num_layers=6) < 0.15
 
 
-def test_copies_are_joined_within_spans_of_a_device(offer_of, monkeypatch):
+def test_copies_are_joined_within_the_spans_that_are_copied_to_a_device(offer_of, monkeypatch):
     monkeypatch.setattr(load_module, "BUCKET_BYTES", 7 * 4 * WIDTH * HIDDEN)
     monkeypatch.setattr(
         load_module, "open_weights", lambda offer, device, timeout_s: FileWeights(offer, torch.device("cpu"))
@@ -213,7 +213,7 @@ def test_copies_are_joined_within_spans_of_a_device(offer_of, monkeypatch):
 
 
 @pytest.mark.parametrize("spoiled", ["experts.3.down", "experts.0.gate", "norm"])
-def test_a_changed_byte_in_a_joined_copy_is_found(spoiled, load, offer_of):
+def test_a_changed_byte_in_a_joined_copy_is_detected(spoiled, load, offer_of):
     model = Mixture()
     load(model, offer_of(published(0)))
     with pytest.raises(WeightsError, match=rf"1 of 19 tensors differ, first {spoiled}"):
@@ -223,7 +223,7 @@ def test_a_changed_byte_in_a_joined_copy_is_found(spoiled, load, offer_of):
     assert_holds(model, published(2))
 
 
-def test_a_value_that_a_joined_copy_writes_wrongly_is_found(offer_of, monkeypatch):
+def test_a_wrong_value_that_a_joined_copy_writes_is_detected(offer_of, monkeypatch):
     model = Mixture(ranks=2)
     load_verified(model, offer_of(published(0)))
     copy = torch.ops.aten.copy_.default
@@ -249,14 +249,14 @@ def _dispatch_to(copy, replacement):
 
 
 class Converts(Mixture):
-    """A model whose dtype differs from that of the tensors."""
+    """A model whose dtype differs from the dtype of the tensors."""
 
     def part_of(self, kind, tensor):
         return super().part_of(kind, tensor).float()
 
 
 class Derives(Mixture):
-    """A model that keeps a value that its loader computed from an expert."""
+    """A model that stores a value that its loader computes from an expert."""
 
     def part_of(self, kind, tensor):
         self.derived = tensor.sum()
@@ -302,7 +302,7 @@ def test_a_loader_that_does_more_than_copy_gets_every_expert_by_name(kind, load,
         assert_holds(model, {name: tensor.float() for name, tensor in tensors.items()})
 
 
-def test_a_parameter_that_is_written_twice_is_loaded_by_name(offer_of):
+def test_a_parameter_that_its_loader_writes_twice_is_loaded_by_name(offer_of):
     model = WritesTwice()
     for seed in range(3):
         load_verified(model, offer_of(published(seed)))
@@ -310,7 +310,7 @@ def test_a_parameter_that_is_written_twice_is_loaded_by_name(offer_of):
         assert_holds(model, published(seed))
 
 
-def test_a_loader_that_changes_its_parameters_is_loaded_by_name(offer_of):
+def test_a_model_whose_loader_changes_its_parameters_is_loaded_by_name(offer_of):
     model = Replaces()
     for seed in range(3):
         load_verified(model, offer_of(published(seed)))
@@ -318,7 +318,7 @@ def test_a_loader_that_changes_its_parameters_is_loaded_by_name(offer_of):
         assert torch.equal(model.w13.data.view(EXPERTS, 2, WIDTH, HIDDEN)[4, 1], published(seed)["experts.4.up"])
 
 
-def test_parameters_at_another_place_are_loaded_by_name_and_recorded_again(offer_of):
+def test_parameters_at_another_address_are_loaded_by_name_and_recorded_again(offer_of):
     model = Mixture()
     load_verified(model, offer_of(published(0)))
     model.w2.data = model.w2.data.clone()
@@ -328,7 +328,7 @@ def test_parameters_at_another_place_are_loaded_by_name_and_recorded_again(offer
         assert_holds(model, published(seed))
 
 
-def test_experts_that_moved_are_loaded_at_their_new_places(offer_of):
+def test_experts_are_loaded_by_name_after_their_arrangement_changes(offer_of):
     model = Mixture()
     for seed, own, num_names in (
         (0, range(6), 19),

@@ -75,20 +75,20 @@ def test_a_load_counts_copied_fused_and_converted_values(offer_of):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["copied", "converted"])
-def test_a_load_finds_one_changed_bit_and_names_the_tensor(offer_of, dtype):
+def test_a_load_detects_one_changed_bit_and_names_the_tensor(offer_of, dtype):
     model = Model(copy_whole, a=torch.zeros(4), b=torch.zeros(6))
     offer = offer_of(spoil=True, a=torch.randn(4).to(dtype), b=torch.randn(6).to(dtype))
     with pytest.raises(WeightsError, match=r"policy version 7: .* 1 of 2 tensors differ, first b"):
         load_verified(model, offer)
 
 
-def test_a_partly_loaded_parameter_raises_with_its_number_of_values(offer_of):
+def test_the_error_for_a_partly_loaded_parameter_names_the_number_of_values(offer_of):
     model = Model(lambda held, name, tensor: held[name][:2].copy_(tensor[:2]), a=torch.zeros(4))
     with pytest.raises(WeightsError, match=r"not completely loaded, first held\.a with 2 of 4"):
         load_verified(model, offer_of(a=torch.randn(4)))
 
 
-def test_both_writes_of_a_region_that_is_loaded_twice_are_verified(offer_of):
+def test_a_load_verifies_both_tensors_that_write_to_the_same_region(offer_of):
     first, second = torch.full((3 << 20,), 1.0), torch.full((3 << 20,), 2.0)
     model = Model(lambda held, _, tensor: held["a"].copy_(tensor), a=torch.zeros(3 << 20))
     assert load_verified(model, offer_of(a=first, b=second)) == 3 << 20
@@ -96,7 +96,7 @@ def test_both_writes_of_a_region_that_is_loaded_twice_are_verified(offer_of):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4, 7, 1001, 600_006, PIECE_BYTES])
-def test_a_device_digest_is_the_same_on_host_and_device_and_sees_every_bit(num_bytes):
+def test_host_and_device_compute_the_same_digest_and_any_changed_bit_changes_it(num_bytes):
     data = np.random.default_rng(0).integers(0, 256, num_bytes + 3, dtype=np.uint8)
     digests = DeviceDigests(torch.device("cpu"))
     for first in (0, 1, 2):
@@ -147,7 +147,7 @@ def test_copies_on_a_device_are_compared_with_published_digests(offer_of, for_de
         load_copies(offer_of(spoil=True, for_device=for_device, **tensors), model)
 
 
-def test_each_published_byte_goes_to_the_device_once():
+def test_each_published_byte_is_copied_to_the_device_once():
     assert h2d_bytes_per_published_byte() == 1.0
 
 
@@ -243,7 +243,7 @@ def test_an_error_of_a_copy_in_a_thread_is_raised_by_the_load(offer_of):
         load_verified(ModelThatLoadsInThreads(fail, a=torch.zeros(4)), offer_of(a=torch.randn(4)))
 
 
-def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
+def test_digest_threads_and_other_threads_can_use_pools_during_a_load():
     before, this_thread = ThreadPoolExecutor.submit, threading.get_ident()
     with DigestThreads(1) as digests, ThreadPoolExecutor(1) as models, submissions_run_at_once():
         assert models.submit(threading.get_ident).result() == this_thread

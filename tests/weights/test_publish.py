@@ -154,7 +154,7 @@ def test_two_ranks_publish_their_shards_and_the_file_equals_the_gathered_weights
 
 
 class NewestOnly:
-    """Stands in for the log of offers. Only the newest version stays offered."""
+    """Replaces the log of offers. Only the newest version stays offered."""
 
     def offer(self, offer):
         return offer.version
@@ -238,7 +238,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return a pair: the inode of the frozen weights' manifest, which identifies their copy; the merged weights."""
+    """Return a pair: the inode of the frozen weights' manifest, which identifies the copy, and the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
@@ -291,7 +291,7 @@ def test_adapters_of_weights_outside_the_checkpoint_are_merged_with_a_warning(
 
 
 def deltas_of_a_rank(config, path, folder):
-    """Return for each version: its kind, its number of bytes, and whether the staged version equals the weights."""
+    """Return a tuple for each version: kind, number of bytes, and whether the staged version equals the weights."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=-1, options=PublishOptions(full_every=3))
     stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
@@ -334,7 +334,7 @@ def test_deltas_of_two_ranks_result_in_the_gathered_weights(family, options, tmp
         assert max(seen[index][2] for index in (1, 2, 4)) < 0.2 * seen[0][2]
 
 
-def test_the_full_version_below_the_oldest_kept_delta_stays(tmp_path, publisher_of):
+def test_the_full_version_below_the_oldest_retained_delta_is_not_removed(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     publisher = publisher_of(trainer, tmp_path / "s", options=PublishOptions(full_every=3))
     kept = []
@@ -345,7 +345,7 @@ def test_the_full_version_below_the_oldest_kept_delta_stays(tmp_path, publisher_
     assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
 
 
-def test_publish_takes_the_weights_at_the_time_of_the_call(tmp_path, publisher_of):
+def test_publish_writes_the_weights_from_the_time_of_the_call(tmp_path, publisher_of):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=2)
     before = {name: tensor.clone() for name, tensor in (gather_weights(trainer) or {}).items()}
     pending = publisher_of(trainer, tmp_path / "p").publish(1)
@@ -389,7 +389,7 @@ def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypat
     assert synced == [((folder / "model.safetensors").stat().st_ino, [])]
 
 
-def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path, publisher_of, monkeypatch):
+def test_publish_raises_weights_error_if_the_disk_is_full(tmp_path, publisher_of, monkeypatch):
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     publisher = publisher_of(trainer, tmp_path / "s")
     publisher.publish(1).result()
@@ -405,7 +405,7 @@ def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path
 
 
 class KeptLog:
-    """Records what a publisher reports. ``oldest`` is the oldest version that engines can still be offered."""
+    """Records the reports of a publisher. ``oldest`` is the oldest version that the buffer can still offer."""
 
     def __init__(self, oldest=0):
         self.reported = []

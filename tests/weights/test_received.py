@@ -29,12 +29,12 @@ from tests.support.training_run import ROOT
 class Network:
     """A learner of one rank that sends its versions over the network.
 
-    With ``deltas``, three of four versions can also be sent as a delta.
+    If ``deltas`` is true, three of four versions can also be sent as a delta.
 
     Attributes:
         images: The bytes of each version.
         rounds: A tuple for each round (one transfer of a version): version, receivers, whether a delta was sent.
-        num_received: Number of bytes that receivers in this process took from the network.
+        num_received: Number of bytes that receivers in this process got from the network.
     """
 
     def __init__(self, folder, *, num_receivers=1, num_held=3, timeout_s=10.0, num_values=90_000):
@@ -104,7 +104,7 @@ async def staged_together(stack, stagers, offer):
     return await asyncio.gather(*(stack.enter_async_context(stager.staged(offer)) for stager in stagers))
 
 
-async def test_four_engines_of_a_host_receive_and_hold_each_version_once(network, host, tmp_path):
+async def test_four_engines_of_a_host_receive_and_store_each_version_once(network, host, tmp_path):
     stagers = [host(number) for number in range(4)]
     for version in range(3):
         offer = network.publish()
@@ -190,7 +190,7 @@ async def test_a_late_engine_finds_the_newest_version_on_its_host(network, host)
     assert len(network.rounds) == 1
 
 
-async def test_an_engine_that_still_loads_keeps_its_version_while_the_host_receives_the_next(network, host, tmp_path):
+async def test_the_next_version_does_not_replace_a_version_that_an_engine_still_loads(network, host, tmp_path):
     first, second = host(0), host(1)
     async with first.staged(network.publish()) as old, second.staged(network.publish()) as new:
         assert np.array_equal(bytes_of(old), network.images[0])
@@ -198,7 +198,7 @@ async def test_an_engine_that_still_loads_keeps_its_version_while_the_host_recei
     assert num_copies(tmp_path / "memory") == 1
 
 
-async def test_an_older_version_is_received_beside_the_newest_one(network, host):
+async def test_a_host_can_receive_an_older_version_in_addition_to_the_newest(network, host):
     pinned = network.publish()
     newest = network.publish()
     async with host(0).staged(newest), host(1).staged(pinned) as local:
@@ -209,7 +209,7 @@ async def test_an_older_version_is_received_beside_the_newest_one(network, host)
 
 
 @pytest.mark.parametrize("is_in_use", [False, True], ids=["in-place", "in-use"])
-async def test_a_delta_is_applied_once_per_host_and_never_to_a_file_that_an_engine_loads(network, host, is_in_use):
+async def test_each_host_applies_a_delta_once_and_never_to_a_file_that_an_engine_loads(network, host, is_in_use):
     stagers = [host(number) for number in range(3)]
     async with AsyncExitStack() as stack:
         old = await stack.enter_async_context(stagers[2].staged(network.publish(deltas=True)))
@@ -261,7 +261,7 @@ async def test_versions_of_an_earlier_learner_are_not_used(network, host, tmp_pa
         other.sender.close()
 
 
-async def test_the_last_engine_of_a_host_removes_what_was_received(network, host, tmp_path):
+async def test_the_last_engine_of_a_host_removes_the_received_files(network, host, tmp_path):
     first, second = host(0), host(1)
     offer = network.publish()
     for stager in (first, second):
@@ -275,7 +275,7 @@ async def test_the_last_engine_of_a_host_removes_what_was_received(network, host
         assert np.array_equal(bytes_of(local), network.images[0])
 
 
-async def test_an_engine_whose_host_stands_still_with_the_lock_receives_by_itself(
+async def test_an_engine_receives_without_the_lock_if_another_engine_does_not_release_it(
     network, host, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(received, "load_limit_s", lambda timeout_s, num_bytes: 0.3)
@@ -292,7 +292,7 @@ async def test_an_engine_whose_host_stands_still_with_the_lock_receives_by_itsel
     assert threading.active_count() < 20
 
 
-async def test_a_cancelled_engine_leaves_the_lock_to_the_others(network, host):
+async def test_after_a_cancelled_wait_another_engine_gets_the_lock(network, host):
     offer = network.publish()
     async with host(0).received.version(offer):
         waiting = asyncio.create_task(host(1).staged(offer).__aenter__())
@@ -304,11 +304,11 @@ async def test_a_cancelled_engine_leaves_the_lock_to_the_others(network, host):
         assert np.array_equal(bytes_of(local), network.images[0])
 
 
-# Tests with rollout workers in separate processes
+# Tests in which each rollout worker is a separate process
 
 
 def stage(state, offer, memory, number, timeout_s):
-    """Stage a version as a rollout worker does, and return its bytes. The version stays staged."""
+    """Stage a version as a rollout worker does, and return the bytes of the version. The version stays staged."""
     state["stager"] = WeightStager(f"engine-{number}", memory=Path(memory), copies=False, timeout_s=timeout_s)
 
     async def staged():
@@ -327,7 +327,7 @@ def close(state):
 
 
 @pytest.mark.long
-def test_when_the_receiver_of_a_host_dies_in_a_round_the_next_engine_receives(tmp_path):
+def test_if_the_receiver_of_a_host_dies_in_a_round_the_next_engine_receives(tmp_path):
     learner = Network(tmp_path / "published", timeout_s=5.0)
     try:
         offer = learner.publish()
@@ -348,7 +348,7 @@ def test_when_the_receiver_of_a_host_dies_in_a_round_the_next_engine_receives(tm
         learner.sender.close()
 
 
-def test_when_the_receiver_dies_while_others_wait_one_of_them_receives(tmp_path):
+def test_if_the_receiver_dies_one_of_the_waiting_engines_receives(tmp_path):
     learner = Network(tmp_path / "published", timeout_s=5.0)
     try:
         offer = learner.publish()

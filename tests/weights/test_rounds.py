@@ -37,7 +37,7 @@ def held(version, base=""):
 
 
 @pytest.mark.parametrize("only_newest", [True, False], ids=["hosts", "engines"])
-def test_rounds_group_requests_by_version_and_by_the_version_that_receivers_hold(only_newest):
+def test_rounds_group_requests_by_version_and_by_the_version_of_the_receivers(only_newest):
     offers = {FROZEN: held(FROZEN), 4: held(4), 5: held(5, base="digest of 4")}
     requests = [
         RoundRequest(receiver=receiver, version=version, holds=holds)
@@ -63,7 +63,7 @@ def test_rounds_group_requests_by_version_and_by_the_version_that_receivers_hold
     ]
 
 
-def test_a_rank_holds_the_newest_versions_the_oldest_offered_one_and_frozen_weights():
+def test_a_rank_stores_the_newest_and_the_oldest_offered_version_and_frozen_weights():
     parts = HeldVersions(2)
     for version in (FROZEN, 1):
         parts.add(version, f"part {version}")
@@ -85,7 +85,7 @@ def coordinator():
 def coordinators(first_message=None, num_receivers=1):
     """Yield a coordinator of one learner rank. The coordinator runs in a thread.
 
-    The function ``first_message(connection, message)`` replaces the one that handles messages.
+    The function ``first_message(connection, message)`` replaces the coordinator's function that handles messages.
     """
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
@@ -106,14 +106,14 @@ def connected(coordinator):
     return WeightChannel(coordinator.address).connect(SECONDS)
 
 
-def test_a_message_and_its_bytes_arrive_and_are_answered():
+def test_a_message_arrives_with_its_bytes_and_gets_an_answer():
     with coordinators(echo) as coordinator, connected(coordinator) as channel:
         message = {"kind": "ask", "values": [b"\x00\x01", b""], "number": 3}
         channel.send(message)
         assert channel.receive(SECONDS) == {"echo": message}
 
 
-def test_the_channel_refuses_strangers_and_keys_of_an_earlier_sender(coordinator):
+def test_the_channel_refuses_clients_with_a_wrong_or_old_key(coordinator):
     with coordinators() as other:
         earlier = replace(coordinator.address, access=other.address.access)
     for address in (earlier, replace(coordinator.address, access="")):
@@ -121,7 +121,7 @@ def test_the_channel_refuses_strangers_and_keys_of_an_earlier_sender(coordinator
             WeightChannel(address).connect(SECONDS)
 
 
-def test_the_channel_takes_no_message_of_a_client_without_the_key():
+def test_the_channel_ignores_messages_of_a_client_without_the_key():
     taken = []
     with coordinators(lambda *message: taken.append(message)) as coordinator:
         host_and_port = ("127.0.0.1", int(coordinator.address.endpoint.rpartition(":")[2]))
@@ -153,7 +153,7 @@ def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
         impostor.join(SECONDS)
 
 
-def test_an_ended_sender_is_noticed_at_once():
+def test_a_receiver_detects_the_end_of_a_sender_without_waiting():
     with coordinators(lambda *_: coordinator.close()) as coordinator:
         with connected(coordinator) as channel:
             channel.send({"kind": "ask"})
@@ -176,7 +176,7 @@ def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monk
 
 
 @pytest.mark.long
-def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
+def test_a_receiver_detects_a_lost_sender_host_by_its_missing_answers(tmp_path):
     """After a power loss of the sender's host, no bytes arrive, but the connection does not end."""
     script = tmp_path / "vanish.py"
     script.write_text(VANISHING)
@@ -204,7 +204,7 @@ with coordinators(lambda *_: None) as coordinator, connected(coordinator) as cha
 """
 
 
-def test_a_stopped_sender_has_time_until_the_deadline(coordinator):
+def test_a_receiver_waits_for_a_silent_sender_until_the_deadline(coordinator):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = replace(coordinator.address, endpoint=f"127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(TimeoutError, match=f"learner rank 0 at {address.endpoint} was silent for 0.2 s"):
@@ -246,7 +246,7 @@ def test_an_unreadable_message_is_logged_and_skipped(coordinator, caplog):
     assert "on the channel of weights is ignored" in caplog.text
 
 
-def test_the_channel_listens_on_one_numeric_address_only(coordinator):
+def test_the_channel_listens_only_on_one_numeric_address(coordinator):
     host, _, port = coordinator.address.endpoint.rpartition(":")
     assert re.fullmatch(r"\d+\.\d+\.\d+\.\d+", host)
     socket.create_connection((host, int(port)), SECONDS).close()

@@ -85,7 +85,7 @@ async def test_a_failed_load_leaves_no_link(make_stager, learner):
 
 async def test_staged_files_of_an_earlier_engine_with_the_same_name_are_replaced(make_stager, learner):
     offer = learner.publish()
-    make_stager().stage(offer)  # the first engine is killed here
+    make_stager().stage(offer)  # the first engine is killed and removes no file
     async with make_stager().staged(offer) as local:
         assert np.array_equal(bytes_of(local), learner.images[0])
 
@@ -111,7 +111,7 @@ async def test_each_delta_is_applied_to_the_image_of_the_version_before(make_sta
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
-async def test_a_late_joiner_catches_up_from_the_last_full_version(copies, make_stager, learner):
+async def test_a_late_engine_starts_from_the_last_full_version(copies, make_stager, learner):
     newest = [learner.publish() for _ in range(8)][-1]
     for old in range(4):
         learner.remove(old)
@@ -119,11 +119,11 @@ async def test_a_late_joiner_catches_up_from_the_last_full_version(copies, make_
         assert np.array_equal(bytes_of(local), learner.images[7])
 
 
-async def test_an_engine_that_skips_versions_applies_the_deltas_between(make_stager, learner):
+async def test_an_engine_that_skips_versions_applies_all_deltas_between_them(make_stager, learner):
     stager = make_stager(copies=True)
     async with stager.staged(learner.publish()):
         pass
-    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must not need this file any more
+    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must work without this file
     newest = [learner.publish() for _ in range(3)][-1]
     async with stager.staged(newest) as local:
         assert np.array_equal(bytes_of(local), learner.images[3])
@@ -200,7 +200,7 @@ async def test_an_abandoned_staging_thread_writes_nothing_into_the_next_image(
     assert not list((tmp_path / "memory").iterdir())
 
 
-async def test_without_room_for_the_image_the_error_names_the_options(make_stager, learner, monkeypatch):
+async def test_the_error_for_a_full_disk_at_the_image_names_the_options(make_stager, learner, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -210,14 +210,14 @@ async def test_without_room_for_the_image_the_error_names_the_options(make_stage
             pass
 
 
-async def test_without_room_for_the_manifest_the_error_names_the_folder(make_stager, learner, monkeypatch):
+async def test_the_error_for_a_full_disk_at_the_manifest_names_the_folder(make_stager, learner, monkeypatch):
     monkeypatch.setattr(staging, "open_private", lambda *_: os.open("/dev/full", os.O_WRONLY))
     with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*engine-0.*No space left"):
         async with make_stager(copies=True).staged(learner.publish()):
             pass
 
 
-async def test_staging_from_a_directory_that_hangs_raises_a_deadline_error(make_stager, learner, tmp_path):
+async def test_staging_from_a_folder_that_does_not_respond_raises_a_deadline_error(make_stager, learner, tmp_path):
     offer = learner.publish()
     manifest = learner.folder / "v00000000" / "manifest.json"
     manifest.unlink()
@@ -290,7 +290,7 @@ def base_of(offer):
 
 
 @pytest.mark.parametrize("copies", [False, True], ids=["linked", "copied"])
-async def test_a_staged_adapter_includes_the_frozen_weights_for_late_engines_too(copies, make_stager, tmp_path):
+async def test_a_staged_adapter_includes_the_frozen_weights_even_for_a_late_engine(copies, make_stager, tmp_path):
     learner = AdapterLearner(tmp_path / "published")
     for _ in range(3):
         offer = learner.publish()
@@ -324,7 +324,7 @@ async def test_frozen_weights_are_copied_once_and_again_when_they_change(make_st
         assert np.array_equal(bytes_of(base_of(local)), random_bytes(90_000, seed=78))
 
 
-async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(make_stager, tmp_path):
+async def test_a_stream_sends_the_frozen_weights_once_and_then_only_adapters(make_stager, tmp_path):
     learner = AdapterLearner(tmp_path / "published")
     options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=1)
     sender, stager = WeightSender(options, rank=0, num_ranks=1), make_stager()
@@ -367,7 +367,7 @@ class NetworkLearner(Learner):
         offer = super().publish()
         manifest = read_manifest(offer)
         delta = None
-        if manifest.delta is not None:  # one rank needs one delta file
+        if manifest.delta is not None:  # a single rank needs only one delta file
             manifest = replace(
                 manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
             )
@@ -408,7 +408,7 @@ async def test_a_stream_sends_a_full_version_to_a_host_without_the_previous_vers
                 assert np.array_equal(bytes_of(local), network.images[version])
     async with make_stager("engine-1", copies=True).staged(offer) as local:
         assert np.array_equal(bytes_of(local), network.images[3])
-    assert network.deltas_sent == [False, True, False]  # the other engine finds version 3 on its host
+    assert network.deltas_sent == [False, True, False]  # the other engine uses version 3 on its host
 
 
 async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager, network, tmp_path, caplog):
@@ -444,7 +444,7 @@ async def test_a_manifest_with_a_file_outside_its_folder_is_refused(name, copies
     assert not list(victim.iterdir())
 
 
-async def test_nothing_is_staged_through_a_link_beside_the_published_weights(make_stager, learner, tmp_path):
+async def test_staging_does_not_follow_a_link_in_the_folder_of_published_weights(make_stager, learner, tmp_path):
     victim = outside(tmp_path)
     offer = learner.publish()
     (learner.folder / staging.LINKS).symlink_to(victim)
@@ -454,7 +454,7 @@ async def test_nothing_is_staged_through_a_link_beside_the_published_weights(mak
     assert not list(victim.iterdir())
 
 
-async def test_weights_are_not_linked_in_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
+async def test_weights_are_not_linked_in_a_folder_that_other_users_can_write_to(make_stager, learner, tmp_path):
     offer = learner.publish()
     learner.folder.chmod(0o777)
     async with make_stager().staged(offer) as local:
@@ -462,7 +462,7 @@ async def test_weights_are_not_linked_in_a_folder_that_others_may_write_to(make_
     assert not list(learner.folder.glob(staging.LINKS))
 
 
-async def test_weights_are_not_copied_to_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
+async def test_weights_are_not_copied_to_a_folder_that_other_users_can_write_to(make_stager, learner, tmp_path):
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory").chmod(0o777)
     with pytest.raises(WeightsError, match=r"got a folder of user \d+ with mode 777"):
@@ -470,7 +470,7 @@ async def test_weights_are_not_copied_to_a_folder_that_others_may_write_to(make_
             pass
 
 
-async def test_the_memory_of_an_engine_is_not_a_link_to_another_folder(make_stager, learner, tmp_path):
+async def test_staging_refuses_a_memory_folder_that_is_a_link(make_stager, learner, tmp_path):
     victim = outside(tmp_path)
     (tmp_path / "memory").symlink_to(victim)
     with pytest.raises(WeightsError, match="may write to, got a link"):
@@ -479,7 +479,7 @@ async def test_the_memory_of_an_engine_is_not_a_link_to_another_folder(make_stag
     assert not list(victim.iterdir())
 
 
-async def test_a_data_file_in_memory_is_not_written_through_a_link(make_stager, learner, tmp_path):
+async def test_staging_does_not_write_a_data_file_through_a_link(make_stager, learner, tmp_path):
     victim = outside(tmp_path) / "file"
     victim.write_bytes(b"mine")
     offer = learner.publish()

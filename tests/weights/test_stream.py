@@ -51,12 +51,12 @@ TENSORS = [
     ("large", "F32", (61, 1021), 4),
     ("half", "BF16", (1000, 7), 2),
 ]
-"""Name, dtype, shape and bytes per value; one tensor is larger than a broadcast."""
+"""Name, dtype, shape and bytes per value of each tensor. One tensor is larger than a broadcast."""
 OPTIONS = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s=30.0, num_held=2)
 
 
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
-    """Return three values: the random data of a version, the pieces of two ranks, and the manifest.
+    """Return three values: the random data of a version, the pieces of the two ranks, and the manifest.
 
     The first rank has the first third of each tensor. The second rank has the remaining two thirds.
     """
@@ -79,7 +79,7 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
     return torch.from_numpy(data), parts, manifest
 
 
-# Functions that run in the processes
+# Functions that run in the separate processes
 
 
 def begin(state, rank, address, options=OPTIONS):
@@ -117,7 +117,7 @@ def fall_at_the_third_transfer(state, number):
         def falling(*args, transfer=transfer):
             calls.append(1)
             if len(calls) == 3:
-                signal.pthread_kill(threading.get_ident(), number)  # stops or kills this thread here
+                signal.pthread_kill(threading.get_ident(), number)  # the signal stops or kills the process here
             return transfer(*args)
 
         setattr(WeightGroup, name, falling)
@@ -138,7 +138,7 @@ def arrive(state, offered, timeout_s=30.0):
 
 
 def publish(senders, version, folder):
-    """Let two sender processes hold a version. The first process offers it."""
+    """Give a version to two sender processes. The first process offers the version."""
     for sender in senders:
         sender.ask(hold, version).answer()
     return senders[0].ask(offer, version, str(folder)).answer()
@@ -175,7 +175,7 @@ def both_ranks(options):
 
 
 def receive_in_one_process(folder):
-    """Send a version from two ranks to a receiver, all in this process."""
+    """Send a version from two ranks to a receiver. All of them run in this process."""
     ranks = both_ranks(replace(OPTIONS, num_receivers=1))
     offered = offered_by(next(ranks), 1, Path(folder))
     assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
@@ -233,7 +233,7 @@ def test_receivers_get_every_byte_of_two_ranks(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_receiver_that_stops_in_a_round_delays_the_other_until_the_deadline(number, tmp_path):
+def test_a_receiver_that_stops_in_a_round_delays_the_other_only_until_the_deadline(number, tmp_path):
     with peers(4) as everyone:
         senders, (falling, other) = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=2.0))
@@ -248,7 +248,7 @@ def test_a_receiver_that_stops_in_a_round_delays_the_other_until_the_deadline(nu
 
 
 @pytest.mark.long
-def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continues(tmp_path):
+def test_a_round_with_a_stopped_rank_fails_and_the_rank_sends_after_it_continues(tmp_path):
     with peers(4) as everyone:
         senders, receivers = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=1.0))
@@ -289,7 +289,7 @@ def test_a_stopped_rank_0_raises_a_deadline_error_with_the_option(tmp_path):
             receiver.ask(receive, offered, str(tmp_path / "received"), 0.5).answer()
 
 
-async def test_a_late_receiver_gets_its_own_round(ranks, tmp_path):
+async def test_a_receiver_that_comes_late_gets_its_own_round(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2, 3)]
     both = await asyncio.gather(*(receive_weights(offers[2], tmp_path / "r", timeout_s=30.0) for _ in range(2)))
     late = await receive_weights(offers[2], tmp_path / "r", timeout_s=30.0)
@@ -300,7 +300,9 @@ async def test_a_late_receiver_gets_its_own_round(ranks, tmp_path):
         await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0)
 
 
-async def test_rounds_of_the_same_members_share_a_group_and_bytes_leave_their_rank_once(ranks, tmp_path, monkeypatch):
+async def test_rounds_of_the_same_members_reuse_a_group_and_each_rank_sends_its_bytes_once(
+    ranks, tmp_path, monkeypatch
+):
     made, sent, init, send = [], Counter(), WeightGroup.__init__, WeightGroup.send
 
     def making(self, channel, this, place, deadline):
@@ -326,7 +328,7 @@ async def test_rounds_of_the_same_members_share_a_group_and_bytes_leave_their_ra
     assert sorted(made)[4:] == [(3, 0), (3, 1), (3, 2)], "with fewer receivers, a new group must be made"
 
 
-async def test_after_a_failed_round_the_same_receivers_meet_in_a_new_group(ranks, tmp_path):
+async def test_after_a_failed_round_the_same_receivers_form_a_new_group(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
     assert_holds(await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0), 1)
     ranks[1]["data"][-1] ^= 1
@@ -367,7 +369,7 @@ async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, t
     assert_holds(await receive_weights(pinned, tmp_path / "r", timeout_s=30.0), 1)
 
 
-async def test_hosts_that_ask_for_two_versions_at_once_get_the_newer_one(ranks, tmp_path):
+async def test_only_the_newer_of_two_versions_requested_at_the_same_time_is_sent(ranks, tmp_path):
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
     pending = [receive_weights(offered, tmp_path / "r", timeout_s=30.0) for offered in offers]
     older, newer = await asyncio.gather(*pending, return_exceptions=True)
@@ -375,7 +377,7 @@ async def test_hosts_that_ask_for_two_versions_at_once_get_the_newer_one(ranks, 
     assert_holds(newer, 2)
 
 
-async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ranks, tmp_path):
+async def test_a_receiver_that_is_silent_after_its_request_does_not_delay_a_round(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     address = ChannelAddress(endpoint=offered.manifest, access=offered.access)
     with WeightChannel(address).connect(10.0) as silent:
@@ -384,14 +386,14 @@ async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ran
 
 
 @pytest.mark.long
-async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(ranks, tmp_path, monkeypatch):
+async def test_a_receiver_whose_answers_are_lost_repeats_its_request_and_then_raises(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message .* in 1\.0 s', "):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
-async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path):
+async def test_a_rank_without_the_version_ends_the_round_before_the_deadline(ranks, tmp_path):
     """If a learner rank no longer has the version, receivers must not wait for the deadline of the transfer.
 
     The receivers can then request a newer version.
@@ -418,7 +420,7 @@ async def test_every_tensor_arrives_complete_on_each_rank_of_an_engine(ranks_int
         assert_all_arrived(taken, 1)
 
 
-async def test_an_engine_stream_sends_an_older_version_beside_a_newer_one(ranks_into_engines, tmp_path):
+async def test_an_engine_stream_can_send_an_older_version_next_to_a_newer_one(ranks_into_engines, tmp_path):
     offers = [offered_by(ranks_into_engines, version, tmp_path) for version in (1, 2)]
     older, newer = await asyncio.gather(*(asyncio.to_thread(arrive, {}, offered) for offered in offers))
     assert_all_arrived(older[0], 1)
@@ -432,7 +434,9 @@ def test_bytes_that_change_in_transfer_never_reach_an_engines_model(ranks_into_e
         arrive({}, offered)
 
 
-def test_an_engines_rank_whose_answers_are_lost_asks_again_and_then_raises(ranks_into_engines, tmp_path, monkeypatch):
+def test_an_engines_rank_whose_answers_are_lost_repeats_its_request_and_then_raises(
+    ranks_into_engines, tmp_path, monkeypatch
+):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message .* in 1\.0 s', "):
@@ -451,7 +455,7 @@ def test_a_load_that_ends_early_leaves_the_round_and_the_next_load_succeeds(rank
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_after_an_engines_rank_stops_in_a_round_the_other_has_time_for_a_second(number, tmp_path):
+def test_after_an_engines_rank_stops_in_a_round_the_other_joins_a_second_round(number, tmp_path):
     with peers(4) as everyone:
         senders, (falling, other) = everyone[:2], everyone[2:]
         start_senders(senders, replace(OPTIONS, timeout_s=5.0, carrier=Carrier.engine_stream))
@@ -473,13 +477,13 @@ def test_a_stopped_learner_rank_raises_a_deadline_error_in_an_engines_rank(tmp_p
             receiver.ask(arrive, offered, 1.5).answer(20.0)
 
 
-async def test_versions_of_an_ended_learner_raise_weights_gone_at_once(ranks, tmp_path):
+async def test_a_version_of_an_ended_learner_raises_weights_gone_without_waiting(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: .* 127\.0\.0\.1:1"):
         await receive_weights(replace(offered, manifest="127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
 
 
-def test_without_room_on_the_receivers_host_weights_error_is_raised(tmp_path, monkeypatch):
+def test_a_receiver_without_room_for_the_weights_raises_weights_error(tmp_path, monkeypatch):
     _, _, manifest = version_of(1)
 
     def full(*_):
@@ -491,7 +495,7 @@ def test_without_room_on_the_receivers_host_weights_error_is_raised(tmp_path, mo
 
 
 @pytest.mark.long
-async def test_without_room_for_a_received_manifest_weights_error_is_raised(ranks, tmp_path, monkeypatch):
+async def test_a_receiver_without_room_for_the_manifest_raises_weights_error(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
 
     def full(*_):
@@ -502,7 +506,7 @@ async def test_without_room_for_a_received_manifest_weights_error_is_raised(rank
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
-def test_a_file_of_weights_that_cannot_be_made_is_not_called_a_lack_of_room(tmp_path):
+def test_the_error_for_a_file_that_cannot_be_created_does_not_blame_a_lack_of_room(tmp_path):
     (tmp_path / "folder").write_text("not a folder")
     _, _, manifest = version_of(1)
     for write in (
@@ -514,7 +518,7 @@ def test_a_file_of_weights_that_cannot_be_made_is_not_called_a_lack_of_room(tmp_
             write()
 
 
-def test_a_missing_interface_is_refused_with_the_existing_ones():
+def test_the_error_for_a_missing_network_interface_names_the_existing_ones():
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(ValueError, match=r"weights.interface must be .* got 'eth77' .* choose one of \['lo'"):
         interface_address("eth77")
@@ -528,7 +532,7 @@ def test_closed_senders_leave_no_thread(ranks):
 
 def test_senders_that_are_closed_in_a_round_leave_no_thread(ranks_into_engines, tmp_path):
     weights = ArrivingWeights(offered_by(ranks_into_engines, 1, tmp_path), torch.device("cpu"), timeout_s=10.0)
-    next(weights.tensors())  # the receiver reads no further, so the transfer does not end
+    next(weights.tensors())  # the receiver reads nothing more, so the transfer does not end
     for state in ranks_into_engines:
         state["sender"].close()
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
