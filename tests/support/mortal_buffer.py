@@ -186,7 +186,7 @@ class MortalServer:
         self._outbox.clear()
 
     def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request that the service answers immediately. Returns the reply. A reply with an error fails the test."""
+        """Send a request that the service answers immediately. Returns the reply. An error fails the test."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
         assert kind_of(reply) == "ok", reply
