@@ -57,7 +57,7 @@ def after_one_step(requests: CountedRequests) -> None:
     requests.replies.clear()
 
 
-async def test_engines_whose_version_is_refused_cost_nothing_while_others_work():
+async def test_waiting_engines_with_too_old_weights_cost_the_ledger_no_work():
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
     # the learner can consume only two groups of version 0, and this worker leases both
@@ -73,7 +73,7 @@ async def test_engines_whose_version_is_refused_cost_nothing_while_others_work()
     requests.service.close()
 
 
-async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_admitted():
+async def test_workers_of_an_old_and_a_new_version_share_the_groups_that_may_begin():
     requests = CountedRequests(max_lag=1)
     after_one_step(requests)
     for client, version in ((b"old", 0), (b"new", 1)):

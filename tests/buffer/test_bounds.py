@@ -1,4 +1,4 @@
-"""The memory of a buffer server stays within its bounds for any requests. A client at a bound gets an error."""
+"""Any requests leave the memory of a buffer server within its bounds. A client that exceeds a bound gets an error."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ from buffer.waiting import HeldRequests, Replies
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
-async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_are_stored():
+async def test_new_prompts_wait_at_the_bound_of_prompts_until_groups_are_stored():
     async with running(groups_per_step=4, max_lag=0, max_prompt_bytes=1000, request_timeout_s=60.0) as run:
         client = run.client(request_timeout_s=60.0)
         await client.enqueue([prompt(i) for i in range(4)])
@@ -39,7 +39,7 @@ async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_
         await asyncio.wait_for(more, 20)
 
 
-async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
+async def test_a_batch_is_planned_even_if_its_prompts_exceed_max_prompt_bytes():
     """The batch has eight prompts, but ``max_prompt_bytes`` allows three. The plan must not wait for more prompts."""
     size = size_of(prompt_frames(prompt(0)))
     async with running(groups_per_step=8, max_lag=0, max_prompt_bytes=3 * size) as run:
@@ -57,12 +57,12 @@ async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
             await feeding
             assert len((await client.plan(0)).groups) == 8
         stats = await client.stats()
-        assert stats.held_bytes - stats.stored_bytes == 8 * size, "prompts of stored groups must count as held bytes"
+        assert stats.held_bytes - stats.stored_bytes == 8 * size, "held_bytes must include prompts of stored groups"
         await client.commit(0)
         assert (await client.stats()).held_bytes == 0
 
 
-async def test_the_prompt_of_a_group_that_is_generated_again_counts_again():
+async def test_a_requeued_prompt_counts_against_max_prompt_bytes_again():
     size = size_of(prompt_frames(prompt(0)))
     async with running(groups_per_step=2, max_lag=2, max_prompt_bytes=4 * size) as run:
         client = run.client()
@@ -85,7 +85,7 @@ async def test_the_prompt_of_a_group_that_is_generated_again_counts_again():
         await asyncio.wait_for(more, 20)
 
 
-async def test_prompts_and_groups_that_can_never_fit_are_refused_by_the_options_name():
+async def test_the_error_for_too_large_prompts_or_groups_names_the_option():
     async with running(max_prompt_bytes=300, max_stored_bytes=2000) as run:
         client = run.client()
         with pytest.raises(ReplayBufferError, match=r"buffer\.max_prompt_bytes=300"):
@@ -97,7 +97,7 @@ async def test_prompts_and_groups_that_can_never_fit_are_refused_by_the_options_
         await client.put(rollout(lease))
 
 
-async def test_saved_prefixes_count_against_the_bound():
+async def test_saved_prefixes_count_against_max_stored_bytes():
     async with running(groups_per_step=2, max_stored_bytes=8000) as run:
         client = run.client()
         await client.enqueue([prompt(i) for i in range(2)])
@@ -111,7 +111,7 @@ async def test_saved_prefixes_count_against_the_bound():
         assert (await client.stats()).groups["stored"] == 1
 
 
-async def test_a_fetch_names_each_group_once():
+async def test_a_fetch_that_names_a_group_twice_is_refused():
     async with running(groups_per_step=1) as run:
         client = run.client()
         await client.enqueue([prompt(0)])
@@ -121,7 +121,7 @@ async def test_a_fetch_names_each_group_once():
             await client.fetch([0] * 1000)
 
 
-async def test_a_consumer_that_reads_nothing_is_sent_no_more_than_the_bound():
+async def test_a_fetch_is_refused_while_too_many_fetched_bytes_are_unread():
     async with running(groups_per_step=1, max_stored_bytes=10_000) as run:
         client = run.client()
         await client.enqueue([prompt(0)])
@@ -158,7 +158,9 @@ async def test_a_pending_request_is_answered_once_by_its_timer_or_by_a_grant():
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])
-async def test_a_full_store_makes_nobody_send_a_payload_twice(monkeypatch: pytest.MonkeyPatch, num_store_servers: int):
+async def test_no_worker_sends_a_payload_twice_if_the_store_is_full(
+    monkeypatch: pytest.MonkeyPatch, num_store_servers: int
+):
     """The buffer has room for three groups. Each of eight workers sends its group only once."""
     num_sent = Counter()
     push = ChunkSender.push
@@ -184,19 +186,19 @@ async def test_a_full_store_makes_nobody_send_a_payload_twice(monkeypatch: pytes
         assert 8 * 1_200_000 < num_sent["bytes"] < 9 * 1_200_000
 
 
-async def test_small_puts_that_meet_a_full_store_all_go_on_when_there_is_room():
+async def test_small_puts_that_wait_for_a_full_store_continue_when_it_has_room():
     async with running(groups_per_step=1, max_lag=8, max_stored_bytes=20_000, request_timeout_s=60.0) as run:
         control, producer = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(8)])
         leases = await producer.lease(0, 8)
         puts = asyncio.gather(*(producer.put(rollout(lease, num_tokens=500)) for lease in leases))
         for version in range(8):
-            await asyncio.wait_for(control.plan(version), 30)  # times out if a waiting worker is not woken
+            await asyncio.wait_for(control.plan(version), 30)  # this call fails if a waiting put never continues
             await control.commit(version)
         await asyncio.wait_for(puts, 60)
 
 
-async def test_prompts_with_many_images_pass_in_one_call():
+async def test_one_call_can_queue_prompts_with_many_images():
     def with_images(group_id: int) -> Prompt:
         images = [np.full((70, 70, 3), group_id, dtype=np.uint8) for _ in range(32)]
         return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), extra={"images": images})
@@ -215,7 +217,7 @@ def with_image(group_id: int, num_bytes: int) -> Prompt:
     return Prompt(group_id=group_id, prompt_ids=np.arange(3, dtype=np.int32), extra={"image": image})
 
 
-async def test_prompts_saved_prefixes_and_leases_of_any_size_pass_without_a_reservation():
+async def test_large_prompts_saved_prefixes_and_leases_need_no_reservation():
     async with running(groups_per_step=1) as run:
         first, second = run.client(), run.client()
         await first.enqueue([with_image(7, 9_000_000)])
@@ -229,7 +231,7 @@ async def test_prompts_saved_prefixes_and_leases_of_any_size_pass_without_a_rese
         assert saved.summary == rollout(lease, num_tokens=100_000).summary
 
 
-async def test_a_message_over_every_bound_is_refused_to_its_caller_and_holds_up_no_other_call():
+async def test_a_too_large_message_fails_only_the_call_of_its_sender():
     async with running(groups_per_step=1, max_stored_bytes=2_000_000, max_prompt_bytes=3_000_000) as run:
         client = run.client()
         waiting = asyncio.ensure_future(client.lease(0, 1))
@@ -245,7 +247,7 @@ async def test_a_message_over_every_bound_is_refused_to_its_caller_and_holds_up_
         assert (await client.stats()).groups["stored"] == 1
 
 
-async def test_counts_that_no_total_could_hold_are_refused_to_their_sender():
+async def test_too_large_or_negative_token_counts_are_refused():
     async with running(groups_per_step=1) as run:
         client = run.client()
         await client.enqueue([prompt(0)])
@@ -267,7 +269,7 @@ while True:
 """
 
 
-async def test_a_stopped_consumer_holds_up_nobody_else(tmp_path: Path):
+async def test_a_stopped_learner_rank_delays_no_other_client(tmp_path: Path):
     with BufferProcess(BufferConfig(max_lag=1), groups_per_step=4, log_path=tmp_path / "log") as process:
         client = AnyRole(process.address, request_timeout_s=10.0)
         await client.enqueue([prompt(i) for i in range(80)])
@@ -293,7 +295,7 @@ async def test_a_stopped_consumer_holds_up_nobody_else(tmp_path: Path):
             await client.close()
 
 
-async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_other_call():
+async def test_a_renewal_of_too_many_leases_is_refused_and_delays_no_other_call():
     """The header of one message has room for half a million leases."""
     async with running(groups_per_step=1) as run:
         modest = run.client()
@@ -314,7 +316,7 @@ async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_
             link.close()
 
 
-async def test_a_worker_renews_more_leases_than_one_request_may_name():
+async def test_a_worker_can_renew_more_leases_than_fit_into_one_request():
     async with running(groups_per_step=1) as run:
         client = run.client()
         await client.enqueue([prompt(0)])
@@ -323,7 +325,7 @@ async def test_a_worker_renews_more_leases_than_one_request_may_name():
         assert (await client.stats()).groups["leased"] == 1
 
 
-def test_messages_that_a_peer_has_sent_in_part_are_bounded_together():
+def test_all_incomplete_messages_of_a_client_have_one_common_bound():
     receiver = ChunkReceiver(10_000)
     receiver.add(Chunk(request_id=1, index=0, count=2, frames=[b"a" * 6_000]))
     with pytest.raises(WireError, match=r"other incomplete requests"):
@@ -333,7 +335,7 @@ def test_messages_that_a_peer_has_sent_in_part_are_bounded_together():
     assert receiver.is_idle
 
 
-def test_a_message_that_begins_again_counts_once_among_those_in_part():
+def test_a_restarted_message_counts_once_against_the_bound_on_incomplete_messages():
     receiver = ChunkReceiver(10_000)
     for _ in range(3):
         receiver.add(Chunk(request_id=1, index=0, count=2, frames=[b"a" * 6_000]))

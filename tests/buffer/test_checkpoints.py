@@ -1,4 +1,4 @@
-"""The next life of a run begins with the valid groups, prompts and prefixes of a checkpoint."""
+"""A run that resumes begins with the valid groups, prompts and prefixes of a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ async def first_life(client: AnyRole, folder: Path) -> None:
     """Train step 0, and write the checkpoint of version 1.
 
     As in a run, the checkpoint is written after the step's plan and before its commit. Groups 0 and 1 are consumed.
-    Groups 2 and 3 are stored. Group 4 has a saved prefix of 4 tokens. Group 5 runs. Groups 6 to 9 are queued.
+    Groups 2 and 3 are stored. Group 4 has a saved prefix of 4 tokens. Group 5 is leased. Groups 6 to 9 are queued.
     """
     await client.enqueue([prompt(i) for i in range(10)])
     leases = await client.lease(0, 6)
@@ -57,7 +57,9 @@ REPORTED = 3 * 5 + 40_005 + 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_new_life_goes_on_with_what_its_checkpoint_holds(kind: str, tmp_path: Path):
+async def test_a_resumed_run_continues_with_the_groups_prompts_and_prefixes_of_its_checkpoint(
+    kind: str, tmp_path: Path
+):
     folder = tmp_path / "checkpoints" / "v00000001"
     async with running(**options_of(kind, tmp_path / "first")) as run:
         await first_life(run.client(), folder)
@@ -92,9 +94,7 @@ async def test_a_new_life_goes_on_with_what_its_checkpoint_holds(kind: str, tmp_
 
 
 @pytest.mark.parametrize("kind", ["disk", "disk-store"])
-async def test_a_new_life_takes_over_a_newer_journal_and_drops_what_has_a_token_of_a_lost_version(
-    kind: str, tmp_path: Path
-):
+async def test_a_resumed_run_takes_over_a_newer_journal_without_groups_of_lost_versions(kind: str, tmp_path: Path):
     options = options_of(kind, tmp_path / "buffer", epoch="first")
     async with running(**options) as run:
         client = run.client()
@@ -116,13 +116,13 @@ async def test_a_new_life_takes_over_a_newer_journal_and_drops_what_has_a_token_
         assert stats.groups["stored"] == 1
         assert await client.finished() == [(0, 2)]
     async with running(**{**options, "earlier_epoch": "first"}) as run:
-        assert (await run.client().stats()).tokens_dropped == lost, "the second life must restart from its own journal"
+        assert (await run.client().stats()).tokens_dropped == lost, "the resumed run must restart from its own journal"
     with pytest.raises(ValueError, match="epoch='second', but this server has 'third'"):
         running(**options_of(kind, tmp_path / "buffer", epoch="third", earlier_epoch="first"))
 
 
 @pytest.mark.parametrize(("kind", "file"), [("memory", "journal.1.frames"), ("disk-store", "journal.1.log")])
-async def test_a_checkpoint_that_lost_prompts_is_refused_by_name(kind: str, file: str, tmp_path: Path):
+async def test_a_checkpoint_whose_prompts_are_lost_is_refused(kind: str, file: str, tmp_path: Path):
     folder = tmp_path / "v00000001"
     async with running(**options_of(kind, tmp_path / "first")) as run:
         await first_life(run.client(), folder)
@@ -135,7 +135,7 @@ async def test_a_checkpoint_that_lost_prompts_is_refused_by_name(kind: str, file
         running(**options_of(kind, tmp_path / "second", checkpoint=str(folder)))
 
 
-async def test_a_checkpoint_that_does_not_fit_the_ledger_or_the_disk_is_refused_by_name(tmp_path: Path):
+async def test_errors_of_checkpoints_name_the_wrong_version_folder_or_option(tmp_path: Path):
     async with running(**options_of("memory", tmp_path)) as run:
         client = run.client()
         await client.enqueue([prompt(0)])
@@ -157,7 +157,7 @@ async def test_a_checkpoint_that_does_not_fit_the_ledger_or_the_disk_is_refused_
             running(**options_of("memory", tmp_path, checkpoint=str(tmp_path / "v00000000"), num_store_servers=number))
 
 
-async def test_a_checkpoint_on_the_disk_of_its_journal_shares_the_frames_with_the_journal(tmp_path: Path):
+async def test_a_checkpoint_on_the_disk_of_the_journal_has_hard_links_to_its_files(tmp_path: Path):
     folder = tmp_path / "v00000001"
     async with running(**options_of("disk", tmp_path / "buffer")) as run:
         await first_life(run.client(), folder)

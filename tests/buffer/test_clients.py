@@ -24,7 +24,7 @@ async def store_two_groups(client: AnyRole) -> list[int]:
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 2])
-async def test_fetches_that_were_cancelled_do_not_count_as_unread_for_ever(num_store_servers: int):
+async def test_cancelled_fetches_do_not_prevent_later_fetches(num_store_servers: int):
     async with running(max_stored_bytes=NUM_BYTES, num_store_servers=num_store_servers) as run:
         client = run.client()
         ids = await store_two_groups(client)
@@ -37,7 +37,7 @@ async def test_fetches_that_were_cancelled_do_not_count_as_unread_for_ever(num_s
             assert [group.group_id for group in await client.fetch(ids)] == ids
 
 
-async def test_threads_share_one_blocking_client():
+async def test_threads_can_share_one_blocking_client():
     async with running(max_stored_bytes=NUM_BYTES) as run:
         ids = await store_two_groups(run.client())
         rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=20.0))
@@ -51,14 +51,14 @@ async def test_threads_share_one_blocking_client():
 
 
 @pytest.mark.parametrize("address", ["nowhere", "127.0.0.1:5555", "tcp://127.0.0.1", "tcp://127.0.0.1:port"])
-async def test_what_is_not_an_address_is_refused_by_name(address: str):
+async def test_the_error_for_an_invalid_address_contains_it(address: str):
     with pytest.raises(ValueError, match=rf"'{address}' is not the address"):
         SyncBufferClient(BufferClient(address))
     with pytest.raises(ValueError, match="use an address like ipc:///FOLDER/buffer or tcp://HOST:PORT"):
         await AnyRole(address).stats()
 
 
-def test_a_client_of_the_process_before_a_fork_is_refused_and_still_serves_its_own(tmp_path: Path):
+def test_a_client_works_in_its_own_process_but_not_in_a_forked_child(tmp_path: Path):
     with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as server:
         rank = SyncBufferClient(BufferClient(server.address, request_timeout_s=10.0))
         rank.stats()
@@ -79,7 +79,7 @@ def _is_refused(rank: SyncBufferClient) -> bool:
     return False
 
 
-def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_hold_up_the_end(tmp_path: Path):
+def test_a_client_works_on_one_event_loop_only_and_its_open_calls_do_not_delay_the_loops_end(tmp_path: Path):
     async def leave_calls_open(client: AnyRole) -> None:
         waiting = [asyncio.ensure_future(client.plan(0)), asyncio.ensure_future(client.lease(0, 1))]
         await asyncio.wait(waiting, timeout=0.2)
@@ -95,14 +95,14 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
 
 @pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
 async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
-    """A cancelled call may already have had its effect. Then a repeated call must not have the effect again."""
+    """A cancelled call possibly had its effect on the server already. A repetition must not have the effect again."""
     async with running(groups_per_step=2, max_lag=0) as run:
         worker, control = run.client(), run.client()
 
         async def through(name: str, make) -> object:
             """Make a call.
 
-            If ``name`` is the call under test, first make the call eight times and cancel each at another moment.
+            If ``name`` is the call under test, first start and cancel it up to eight times at different moments.
             """
             for num_turns in range(8 if name == call else 0):
                 task = asyncio.ensure_future(make())
@@ -133,8 +133,8 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
         assert (stats.tokens_trained, stats.tokens_buffered) == (10, 0)
 
 
-async def test_a_request_that_the_server_may_hold_has_its_deadline_from_when_it_must_be_answered():
-    """The server keeps a request open for half of ``request_timeout_s``, longer than the client's timeout."""
+async def test_a_request_that_the_server_may_answer_late_has_a_longer_deadline():
+    """The server may answer after half of its ``request_timeout_s``. This is longer than the client's own timeout."""
     async with running(request_timeout_s=2.4) as run:
         client = run.client(request_timeout_s=1.0)
-        assert await client.lease(0, 1) == [], "the server keeps the request open for 1.2 s"
+        assert await client.lease(0, 1) == [], "the server answers after 1.2 s"

@@ -1,4 +1,4 @@
-"""A server that is killed and restarted from its journal loses no work."""
+"""A buffer server that is killed and restarted from its journal loses no work."""
 
 import asyncio
 import errno
@@ -51,7 +51,7 @@ class Killable:
         remove_socket_folder(self._sockets)
 
 
-async def test_acknowledged_work_survives_a_restart_exactly(tmp_path: Path):
+async def test_acknowledged_work_is_unchanged_after_a_restart(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 1}
     async with running(**options) as run:
         worker = AnyRole(run.server.address, request_timeout_s=5.0)
@@ -176,7 +176,7 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_store_servers", [0, 2])
-async def test_training_goes_on_through_kills_of_the_server(tmp_path: Path, num_store_servers: int):
+async def test_training_continues_after_kills_of_the_server(tmp_path: Path, num_store_servers: int):
     kills = [0.2, 0.3, 0.4]
     run = train_through_kills(tmp_path, num_steps=120, kill_after=kills, num_store_servers=num_store_servers)
     await asyncio.wait_for(run, 100)
@@ -184,7 +184,7 @@ async def test_training_goes_on_through_kills_of_the_server(tmp_path: Path, num_
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_training_goes_on_through_a_hundred_random_kills(tmp_path: Path):
+async def test_training_continues_after_a_hundred_random_kills_of_the_server(tmp_path: Path):
     seconds = random.Random(0)
     kills = [seconds.uniform(0.0, 1.0) for _ in range(100)]
     await asyncio.wait_for(train_through_kills(tmp_path, num_steps=1500, kill_after=kills), 850)
@@ -196,7 +196,7 @@ async def put_all(client: AnyRole, leases: list[Lease], acknowledged: list[int])
         acknowledged.append(lease.prompt.group_id)
 
 
-async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_stored(tmp_path: Path, monkeypatch):
+async def test_a_put_on_a_full_disk_fails_and_all_acknowledged_groups_are_stored(tmp_path: Path, monkeypatch):
     def allocate(descriptor: int, offset: int, num_bytes: int) -> None:
         if offset + num_bytes > 60_000:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -229,19 +229,19 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
         await worker.close()
 
 
-def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
+def test_the_error_for_a_file_that_is_not_a_journal_names_the_file(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
     with pytest.raises(ValueError, match=r"journal\.1\.log is not .* format 11: .* b'something"):
         Journal(tmp_path / "journal")
 
 
-def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
+def test_the_error_for_a_journal_of_an_earlier_release_names_the_file(tmp_path: Path):
     (tmp_path / "store0.1.log").write_bytes(b"asyncrl buffer journal 4\n" + bytes(100))
     with pytest.raises(ValueError, match=r"store0\.1\.log is not .* format 11: .* b'asyncrl"):
         Journal(tmp_path / "store0")
 
 
-def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Path):
+def test_the_error_for_a_journal_that_cannot_be_opened_names_the_journal(tmp_path: Path):
     (tmp_path / "journal.1.log").mkdir()
     with pytest.raises(ReplayBufferError, match=r"journal cannot be opened: Is a directory"):
         Journal(tmp_path / "journal")
@@ -258,7 +258,9 @@ def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Pat
         ({"epoch": "another run"}, "written with epoch='a run', but this server has 'another run'"),
     ],
 )
-async def test_a_journal_of_other_options_or_of_another_run_is_refused_by_name(tmp_path: Path, changed, message):
+async def test_the_error_for_a_journal_of_other_options_or_another_run_names_the_difference(
+    tmp_path: Path, changed, message
+):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "epoch": "a run"}
     async with running(**options) as run:
         await run.client().enqueue([prompt(0)])
@@ -268,7 +270,7 @@ async def test_a_journal_of_other_options_or_of_another_run_is_refused_by_name(t
         assert (await run.client().stats()).groups["queued"] == 1
 
 
-async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: Path):
+async def test_a_planned_batch_is_the_same_after_a_restart(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "order": "shortest_first"}
     async with running(**options) as run:
         client = run.client()
@@ -281,7 +283,7 @@ async def test_a_batch_that_was_answered_is_the_same_after_a_restart(tmp_path: P
         assert await run.client().plan(0) == before
 
 
-async def test_a_put_that_comes_again_with_other_frames_changes_nothing_after_a_restart_either(tmp_path: Path):
+async def test_a_repeated_put_with_other_content_has_no_effect_even_after_a_restart(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:
         client = run.client()
@@ -297,7 +299,7 @@ async def test_a_put_that_comes_again_with_other_frames_changes_nothing_after_a_
         assert fetched.summary == first.summary
 
 
-async def test_prompts_of_filtered_groups_do_not_come_back_with_a_restart(tmp_path: Path):
+async def test_a_restart_does_not_restore_the_prompts_of_filtered_groups(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "filters": ["equal_rewards"]}
     async with running(**options) as run:
         client = run.client()
@@ -309,7 +311,7 @@ async def test_prompts_of_filtered_groups_do_not_come_back_with_a_restart(tmp_pa
         assert (await run.client().stats()).held_bytes == held_bytes
 
 
-def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatch):
+def test_inspect_prints_the_groups_and_clients_of_the_server(tmp_path: Path, capsys, monkeypatch):
     from buffer import inspect
 
     async def fill(address: str) -> None:
@@ -339,14 +341,14 @@ def no_frames_in_the_log(monkeypatch):
     monkeypatch.setattr(stores, "JOIN_BELOW_BYTES", 0)
 
 
-async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whole(tmp_path: Path):
+async def test_after_a_power_failure_a_small_put_is_either_complete_or_absent(tmp_path: Path):
     num_stored, num_lost = await outcomes_of_cut_files(tmp_path)
     assert {0, 6} < num_stored
     assert num_lost == {0}
 
 
 @pytest.mark.usefixtures("no_frames_in_the_log")
-async def test_after_a_power_failure_large_frames_that_were_written_last_are_lost_as_a_whole(tmp_path: Path):
+async def test_after_a_power_failure_a_large_payload_is_complete_or_its_group_counts_as_lost(tmp_path: Path):
     num_stored, num_lost = await outcomes_of_cut_files(tmp_path)
     assert {0, 6} < num_stored
     assert {0, 6} < num_lost
@@ -384,7 +386,7 @@ async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
 
 
 @pytest.mark.usefixtures("no_frames_in_the_log")
-async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and_counted(tmp_path: Path):
+async def test_a_group_whose_trajectories_were_lost_on_disk_is_counted_and_generated_again(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 3, "order": "shortest_first"}
     async with running(**options) as run:
         client = run.client()
@@ -404,7 +406,7 @@ async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and
 
 
 @pytest.mark.usefixtures("no_frames_in_the_log")
-async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_path: Path):
+async def test_a_saved_prefix_that_was_lost_on_disk_is_counted_as_dropped(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:
         client = run.client()
@@ -425,7 +427,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
         assert (stats.tokens_buffered, stats.tokens_dropped) == (5, {"store_lost": 4})
 
 
-def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
+def test_frames_are_written_completely_even_if_each_system_call_writes_few_bytes(tmp_path: Path, monkeypatch):
     """The test's ``os.pwritev`` writes only 7 bytes per call. The real one writes less than 2^31 bytes per call."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
@@ -440,7 +442,7 @@ def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_
     assert file.frames_at(behind, [1]) == [b"c"]
 
 
-def test_puts_are_written_together_and_before_what_comes_next(tmp_path: Path, monkeypatch):
+def test_consecutive_puts_are_written_together_and_before_the_next_command(tmp_path: Path, monkeypatch):
     first = Journal(tmp_path / "journal")
     lease = Lease(prompt=prompt(0), attempt=0, engine_version=0, deadline_version=1)
     put = Put(summary=rollout(lease).summary)
@@ -473,7 +475,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match=r"journal cannot be written: Bad file descriptor"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # group 0 is stored already; the repeated put writes it to the journal
+        await client.put(rollout(first))  # this repeated put of group 0 writes the group to the journal
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
@@ -486,12 +488,12 @@ def size_of_files(directory: Path) -> int:
 async def old_files_are_deleted(directory: Path) -> None:
     """Wait until no compaction of a server's journal is in progress."""
     async with asyncio.timeout(60):
-        while len(journal.numbers_of(directory / "journal")) > 1:  # noqa: ASYNC110 - deletions have no event
+        while len(journal.numbers_of(directory / "journal")) > 1:  # noqa: ASYNC110 - no event reports a deletion
             await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("largest_in_log", [0, 256 * 1024])
-async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds_what_is_held(
+async def test_the_journal_stays_small_during_a_run_and_a_restart_restores_its_groups(
     tmp_path: Path, monkeypatch, largest_in_log: int
 ):
     monkeypatch.setattr(stores, "JOIN_BELOW_BYTES", largest_in_log)
@@ -512,7 +514,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
         await client.put(rollout(lease, num_tokens=400))
         await client.save_progress(late, rollout(late, num_tokens=200))
         before = await client.stats()
-        assert largest < 600_000, "the files must shrink: 1,300,000 bytes were written"
+        assert largest < 600_000, "the files must be compacted: 1,300,000 bytes were written"
     async with running(groups_per_step=2, **options) as run:
         client = run.client()
         assert await client.stats() == before
@@ -521,7 +523,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 2])
-async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_frames_are(
+async def test_a_journal_is_compacted_while_groups_are_stored_also_with_store_servers(
     tmp_path: Path, monkeypatch, num_store_servers: int
 ):
     monkeypatch.setattr(journal, "_COMPACT_BYTES", 0)
@@ -547,7 +549,7 @@ async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_fra
         assert [group.summary for group in fetched] == list(plan.groups)
 
 
-def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path):
+def test_a_reference_to_lost_frames_never_finds_other_frames(tmp_path: Path):
     first = Journal(tmp_path / "journal")
     first.note({("payload", 1): 1})  # key 1 refers to frames that were never written
     first.close()
@@ -562,7 +564,7 @@ def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path)
     third.close()
 
 
-def test_a_second_server_on_the_same_folder_is_refused_and_a_third_may_follow_the_first(tmp_path: Path):
+def test_a_journal_can_be_open_in_only_one_server_at_a_time(tmp_path: Path):
     first = Journal(tmp_path / "journal")
     with pytest.raises(ReplayBufferError, match=r"journal is held by another server"):
         Journal(tmp_path / "journal")
@@ -586,7 +588,7 @@ def compact(journal_of_run: Journal) -> None:
             thread.join()
 
 
-def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_path: Path, monkeypatch):
+def test_a_compaction_deletes_old_files_that_an_interrupted_deletion_left(tmp_path: Path, monkeypatch):
     def delete(file: AppendOnlyFile) -> None:
         deleted.append(file.path.name)
         if len(deleted) > 1:
@@ -599,7 +601,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     first = Journal(tmp_path / "journal")
     compact(first)
     assert len(deleted) == 2
-    first.close()  # the files are the same as after a kill
+    first.close()  # now the files are as after a kill of the server
     monkeypatch.undo()
     second = Journal(tmp_path / "journal")
     compact(second)
@@ -608,7 +610,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     assert names == {"journal.lock", "journal.3.log", "journal.3.frames"}
 
 
-def test_old_files_that_could_not_be_deleted_are_tried_again_without_a_restart(tmp_path: Path, monkeypatch):
+def test_the_next_compaction_deletes_old_files_whose_deletion_failed(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(AppendOnlyFile, "sync", lambda file: os.close(-1))
     only = Journal(tmp_path / "journal")
     compact(only)
@@ -620,7 +622,7 @@ def test_old_files_that_could_not_be_deleted_are_tried_again_without_a_restart(t
     assert names == {"journal.lock", "journal.3.log", "journal.3.frames"}
 
 
-def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_path: Path, monkeypatch):
+def test_new_files_are_on_the_disk_before_old_files_are_deleted(tmp_path: Path, monkeypatch):
     def note(descriptor: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
 
@@ -635,7 +637,7 @@ def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_pa
 
 
 @pytest.mark.parametrize(("place", "is_said"), [(-20, False), (150, True)])
-def test_damage_inside_a_journal_file_is_logged_and_an_incomplete_end_is_not(
+def test_damage_inside_a_journal_is_logged_but_an_incomplete_end_of_the_file_is_not(
     tmp_path: Path, caplog, place: int, is_said: bool
 ):
     first = Journal(tmp_path / "journal")
@@ -673,7 +675,7 @@ async def test_leases_granted_before_the_disk_was_full_reach_their_worker(tmp_pa
         assert [lease.prompt.group_id for lease in leases] == [0, 1]
 
 
-async def test_a_full_disk_is_not_asked_for_new_files_with_every_message(tmp_path: Path, monkeypatch):
+async def test_a_compaction_that_failed_on_a_full_disk_is_not_repeated_at_every_message(tmp_path: Path, monkeypatch):
     def append(file: AppendOnlyFile, records) -> list[int]:
         records = list(records)
         if isinstance(records[0][0], journal.Begin):
@@ -697,7 +699,7 @@ async def test_a_full_disk_is_not_asked_for_new_files_with_every_message(tmp_pat
         assert 1 <= num_attempts <= 12
 
 
-async def test_a_restart_reads_only_the_frames_that_are_still_held(tmp_path: Path):
+async def test_a_restart_reads_only_frames_that_were_not_removed(tmp_path: Path):
     size = 2_000_000
     journal = Journal(tmp_path / "journal")
     for key in range(40):
@@ -717,7 +719,7 @@ async def test_a_restart_reads_only_the_frames_that_are_still_held(tmp_path: Pat
     journal.close()
 
 
-async def test_frames_that_end_too_early_in_the_file_are_an_error_of_the_journal(tmp_path: Path):
+async def test_reading_frames_beyond_the_end_of_the_file_raises_an_error(tmp_path: Path):
     file = AppendOnlyFile(tmp_path / "file")
     file.append([(Head(), [b"a" * 20])])
     [(_, start)] = file.read()

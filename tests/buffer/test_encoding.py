@@ -38,7 +38,7 @@ def grouped(num_tokens: int = 4) -> TrajectoryGroup:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 100_000])
-def test_every_column_that_the_schema_names_travels(num_tokens: int) -> None:
+def test_every_column_of_the_schema_is_encoded_and_decoded(num_tokens: int) -> None:
     group = grouped(num_tokens)
     received = group_of([bytes(frame) for frame in group_frames(group)])
     assert (received.group_id, received.attempt, received.summary) == (5, 1, group.summary)
@@ -53,7 +53,7 @@ def test_every_column_that_the_schema_names_travels(num_tokens: int) -> None:
     assert received.token_columns["routed_experts"].shape == (2 + 2 * num_tokens, 3, 2)
 
 
-def test_every_field_of_a_prompt_travels() -> None:
+def test_every_field_of_a_prompt_is_encoded_and_decoded() -> None:
     sent = chat_prompt(7)
     got = prompt_of([bytes(frame) for frame in prompt_frames(sent)])
     assert got.prompt_ids.tolist() == sent.prompt_ids.tolist()
@@ -69,7 +69,7 @@ def test_a_prompt_of_an_earlier_release_has_no_messages() -> None:
     assert prompt(3).messages == ()
 
 
-def test_a_column_of_objects_is_refused_by_its_sender() -> None:
+def test_a_column_of_python_objects_cannot_be_encoded() -> None:
     group = grouped()
     bad = replace(group, turn_columns={"notes": np.array(["a", "b", None], dtype=object)})
     with pytest.raises(TypeError, match="column 'notes'"):
@@ -89,7 +89,7 @@ def test_a_column_of_objects_is_refused_by_its_sender() -> None:
         lambda frames: [b"grp\x03" + msgpack.packb((5, 1, [7])), *frames[1:]],
     ],
 )
-def test_frames_that_are_no_group_are_refused(change) -> None:
+def test_frames_that_are_not_a_group_are_refused(change) -> None:
     frames = [bytes(frame) for frame in unpack(group_frames(grouped()))]
     assert group_of(pack(frames)).group_id == 5
     with pytest.raises(WireError):

@@ -21,7 +21,7 @@ DTYPES = ("?", "i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16")
 
 
 def column(rng: np.random.Generator, dtype: str, *shape: int) -> np.ndarray:
-    """Return values with any bits, including NaN with a payload, -0.0 and infinities."""
+    """Return values with random bits, including NaN with any mantissa, -0.0 and infinities."""
     if dtype == "?":
         return rng.integers(0, 2, shape).astype(bool)
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -102,7 +102,7 @@ def check_same_group(got: ExportedGroup, sent: ExportedGroup) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), has_tokens=st.lists(st.booleans(), max_size=4))
-def test_an_export_of_any_groups_returns_with_the_same_bits(seed: int, has_tokens: list[bool], tmp_path_factory):
+def test_any_exported_groups_are_read_with_the_same_bits(seed: int, has_tokens: list[bool], tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     groups = [
         ExportedGroup(
@@ -122,9 +122,9 @@ def test_an_export_of_any_groups_returns_with_the_same_bits(seed: int, has_token
     check_same(read_export(folder), sent)
 
 
-def test_images_and_many_groups_return_with_the_same_bits(tmp_path: Path):
+def test_many_exported_groups_with_images_are_read_with_the_same_bits(tmp_path: Path):
     groups = []
-    for number in range(130):  # more groups than an export writes at once
+    for number in range(130):  # an export writes fewer groups per batch
         held = grouped() if number == 5 else group_of_seed(1, number)
         groups.append(ExportedGroup(prompt=prompt(number), state=GroupState.stored, trajectories=held))
     sent = contents_of(*groups)
@@ -133,7 +133,7 @@ def test_images_and_many_groups_return_with_the_same_bits(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_export_of_a_checkpoint_has_its_groups_prefixes_and_drops(kind: str, tmp_path: Path):
+async def test_an_export_has_the_groups_and_prefixes_of_its_checkpoint(kind: str, tmp_path: Path):
     part = tmp_path / "checkpoints" / "v00000001"
     async with running(**options_of(kind, tmp_path / "first")) as run:
         client = run.client()
@@ -157,7 +157,7 @@ async def test_an_export_of_a_checkpoint_has_its_groups_prefixes_and_drops(kind:
     assert rows[2]["ground_truth"] == "x"
 
 
-def test_groups_may_be_left_out_of_an_export_with_other_tools(tmp_path: Path):
+def test_an_export_can_be_read_after_another_tool_has_removed_groups(tmp_path: Path):
     groups = [
         ExportedGroup(prompt=prompt(number), state=GroupState.stored, trajectories=group_of_seed(3, number))
         for number in range(6)
@@ -172,7 +172,7 @@ def test_groups_may_be_left_out_of_an_export_with_other_tools(tmp_path: Path):
         check_same_group(got, sent)
 
 
-def test_what_cannot_be_exported_or_read_is_refused_by_name(tmp_path: Path):
+def test_errors_of_exports_name_the_wrong_folder_column_or_group(tmp_path: Path):
     group = ExportedGroup(prompt=prompt(0), state=GroupState.stored, trajectories=grouped())
     write_export(contents_of(group), tmp_path / "first")
     with pytest.raises(ValueError, match=r"first must be an empty folder"):

@@ -44,7 +44,7 @@ async def test_the_client_logs_a_warning_while_a_plan_waits_and_filters_drop_all
         assert (await control.stats()).filtered_in_a_row == 0
 
 
-async def test_a_plan_fails_when_filters_have_kept_nothing_for_as_many_steps_as_configured():
+async def test_a_plan_fails_after_filters_dropped_all_groups_of_max_filtered_steps():
     async with running(groups_per_step=2, filters=["equal_rewards"], max_filtered_steps=3, max_lag=0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(20)])
@@ -58,7 +58,7 @@ async def test_a_plan_fails_when_filters_have_kept_nothing_for_as_many_steps_as_
             await control.plan(0)
 
 
-async def test_a_plan_fails_when_filters_have_dropped_prompts_and_none_are_left():
+async def test_a_plan_fails_when_filters_dropped_groups_and_no_prompts_are_left():
     async with running(groups_per_step=2, filters=["equal_rewards"], request_timeout_s=0.5) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(3)])
@@ -69,7 +69,7 @@ async def test_a_plan_fails_when_filters_have_dropped_prompts_and_none_are_left(
             await control.plan(0)
 
 
-async def test_a_plan_before_the_first_prompt_waits_for_it():
+async def test_a_plan_waits_for_the_first_prompt():
     async with running(groups_per_step=1, filters=["equal_rewards"], request_timeout_s=0.5) as run:
         worker, control = run.client(), run.client()
         plan = asyncio.ensure_future(control.plan(0))
@@ -80,7 +80,7 @@ async def test_a_plan_before_the_first_prompt_waits_for_it():
         assert [group.group_id for group in (await plan).groups] == [0]
 
 
-def test_a_server_that_is_started_again_counts_what_its_own_filters_drop():
+def test_a_restarted_server_counts_filtered_groups_in_a_row_from_zero():
     account, restored = Account(), Account()
     account.filter(
         rollout(Lease(prompt=prompt(0), attempt=0, engine_version=0, deadline_version=2)).summary,

@@ -47,7 +47,7 @@ atheris.Fuzz()
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_no_bytes_raise_anything_but_a_wire_error(tmp_path: Path):
+def test_random_bytes_cause_only_wire_errors(tmp_path: Path):
     pytest.importorskip("atheris", reason="coverage-guided fuzzing needs the fuzz extra: pip install asyncrl[fuzz]")
     target = tmp_path / "target.py"
     target.write_text(TARGET)

@@ -1,4 +1,4 @@
-"""The reports for the inspector: why the next batch waits, where a group is, and what the group holds."""
+"""The reports for the inspector: why the next batch waits, where a group is, and what the group contains."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def why(of: DrivenLedger) -> str:
     return plan_wait(of, now=0.0)["why"]
 
 
-def test_a_batch_that_is_not_full_names_what_runs_and_why_nothing_more_begins():
+def test_the_report_on_an_incomplete_batch_names_running_groups_and_why_no_other_begins():
     of = ledger(0, 2)
     assert why(of) == (
         "batch 0 has 0 of 2 groups; no group runs; 100 prompts are queued, and wait for an engine that requests a "
@@ -33,12 +33,12 @@ def test_a_batch_that_is_not_full_names_what_runs_and_why_nothing_more_begins():
     assert [group["group_id"] for group in plan_wait(of, now=0.0)["groups"]] == [1]
 
 
-def test_a_batch_without_prompts_says_so():
+def test_the_report_on_a_batch_says_that_no_prompt_is_queued():
     of = DrivenLedger(ledger(0, 2).rule)
     assert why(of) == "batch 0 has 0 of 2 groups; no group runs; no prompt is queued"
 
 
-def test_a_batch_behind_a_full_store_or_the_bound_names_the_option():
+def test_the_report_on_a_waiting_batch_names_the_option_that_stops_new_groups():
     of = ledger(1, 3, max_bytes=10)
     [lease, other, third] = of.lease(0, 3)
     of.reserve(lease, 9)
@@ -55,7 +55,7 @@ def test_a_batch_behind_a_full_store_or_the_bound_names_the_option():
     )
 
 
-def test_a_full_batch_waits_for_the_running_groups_that_are_due():
+def test_the_report_says_that_a_full_batch_waits_for_running_groups_that_are_due():
     of = ledger(1, 2)
     due = of.lease(0, 2, owner=b"\x01")
     for lease in of.lease(0, 2, owner=b"\x02"):
@@ -74,7 +74,7 @@ def test_a_full_batch_waits_for_the_running_groups_that_are_due():
     assert why(of) == "batch 1 can be made; the controller has not requested it yet"
 
 
-def test_two_planned_batches_wait_for_a_commit_and_stale_groups_are_given_up():
+def test_the_report_says_that_a_third_batch_waits_for_a_commit():
     of = ledger(1, 1, on_stale=OnStale.requeue)
     for lease in of.lease(0, 2):
         of.put(summary_of(lease))
@@ -83,13 +83,13 @@ def test_two_planned_batches_wait_for_a_commit_and_stale_groups_are_given_up():
     assert why(of) == "batch 2 waits until the learner commits batch 0"
 
 
-def test_many_running_groups_are_cut_and_counted():
+def test_the_report_lists_few_running_groups_and_counts_the_others():
     of = ledger(2, 8)
     of.lease(0, 12)
     assert why(of).endswith("and 4 more")
 
 
-def test_a_group_is_described_in_each_of_its_states():
+def test_the_report_on_a_group_describes_each_of_its_states():
     of = ledger(0, 1)
     assert describe_group(of, 5000, 0.0)["state"] == "unknown: it was never queued"
     assert describe_group(of, 0, 0.0)["state"] == "queued"
@@ -118,7 +118,9 @@ def test_a_group_is_described_in_each_of_its_states():
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])
-async def test_the_inspector_reads_a_stored_group_and_changes_nothing(tmp_path: Path, num_store_servers: int):
+async def test_the_inspector_can_read_a_stored_group_but_cannot_change_the_buffer(
+    tmp_path: Path, num_store_servers: int
+):
     make_keys(tmp_path)
     options = {"keys": str(tmp_path), "num_store_servers": num_store_servers, "request_timeout_s": 20.0}
     async with running(groups_per_step=2, **options) as run:

@@ -1,4 +1,4 @@
-"""The keys of the roles are replaced while a buffer serves."""
+"""The keys of the roles are replaced while a buffer server runs."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ def without_file(directory: Path, role: BufferRole):
 @pytest.mark.long
 @pytest.mark.parametrize("stores", [0, 2])
 @pytest.mark.parametrize("host", ["", "127.0.0.1"], ids=["unix", "port"])
-async def test_no_request_is_lost_while_keys_are_replaced_and_old_keys_do_nothing_any_more(tmp_path, stores, host):
+async def test_no_request_is_lost_while_keys_are_replaced_and_old_keys_are_refused_afterwards(tmp_path, stores, host):
     make_keys(tmp_path)
     config = BufferConfig(keys=str(tmp_path), max_lag=1, num_store_servers=stores, host=host, request_timeout_s=20.0)
     with BufferSupervisor(config, groups_per_step=2, log_path=tmp_path / "log") as server:
@@ -93,7 +93,7 @@ async def test_clients_that_were_idle_or_unconnected_during_key_rotations_get_re
         assert (await away.stats()).learner_version == 0, "the old keys must still be accepted"
 
 
-async def test_a_replacement_that_was_interrupted_shuts_nobody_out_and_can_begin_again(tmp_path):
+async def test_an_interrupted_replacement_of_keys_excludes_no_client_and_can_be_repeated(tmp_path):
     make_keys(tmp_path)
     old = without_file(tmp_path, ROLLOUT)
     add_keys(tmp_path)  # the first replacement stops here, as if its process had died
@@ -110,7 +110,7 @@ async def test_a_replacement_that_was_interrupted_shuts_nobody_out_and_can_begin
         assert (await control.stats()).learner_version == 0
 
 
-async def test_a_server_that_is_started_again_takes_the_newest_keys(tmp_path):
+async def test_a_restarted_server_uses_the_newest_keys(tmp_path):
     make_keys(tmp_path / "keys")
     config = BufferConfig(
         keys=str(tmp_path / "keys"),
@@ -129,7 +129,7 @@ async def test_a_server_that_is_started_again_takes_the_newest_keys(tmp_path):
         await control.close()
 
 
-async def test_files_of_keys_that_cannot_be_read_again_change_nothing(tmp_path, caplog):
+async def test_a_client_keeps_its_old_key_if_it_cannot_read_the_file_of_the_new_key(tmp_path, caplog):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         control, worker = (run.client(keys=client_keys(tmp_path, role)) for role in (CONTROLLER, ROLLOUT))
@@ -146,7 +146,7 @@ async def test_files_of_keys_that_cannot_be_read_again_change_nothing(tmp_path, 
         assert (await worker.stats()).learner_version == 0
 
 
-async def test_a_role_other_than_the_controller_does_not_renew_keys(tmp_path):
+async def test_only_the_controller_may_renew_keys(tmp_path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         with pytest.raises(NotAllowed, match="must not send renew_keys"):

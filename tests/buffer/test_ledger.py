@@ -28,7 +28,7 @@ from buffer.rule import StalenessRule
 from tests.support.ledgers import DrivenLedger, RecordedCommands, ledger, summary_of
 
 
-def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
+def test_the_late_tokens_of_a_dropped_stale_group_count_once():
     of = ledger(1, 1, on_stale=OnStale.drop)
     [slow, quick] = of.lease(0, 2, now=0.0)
     of.put(summary_of(quick))
@@ -43,7 +43,7 @@ def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
     assert (stats.mean_length_kept, stats.mean_length_dropped) == (5.0, 30.0)
 
 
-def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gives_way():
+def test_if_too_many_groups_share_a_deadline_the_last_leased_group_is_revoked():
     of = ledger(2, 1, on_stale=OnStale.requeue)
     first = of.lease(0, 3, now=0.0)
     of.put(summary_of(first[0]))
@@ -56,7 +56,7 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 
 
-def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
+def test_a_filtered_group_is_replaced_and_its_repeated_put_is_acknowledged():
     of = ledger(0, 2, filters=["equal_rewards"])
     leases = of.lease(0, 9, now=0.0)
     equal = summary_of(leases[0], rewards=(1.0, 1.0))
@@ -86,7 +86,7 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
     assert dead.engine_version == 0
 
 
-def test_left_out_tokens_of_a_group_are_dropped_once_even_if_they_were_saved_before():
+def test_tokens_that_a_put_omits_are_dropped_once_even_if_they_were_saved():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, now=0.0)
     of.save(lease, commands.Progress(num_tokens=8, oldest_version=0, newest_version=0))
@@ -101,7 +101,7 @@ def test_left_out_tokens_of_a_group_are_dropped_once_even_if_they_were_saved_bef
     assert of.stats().tokens_dropped == {"reward": 4, "expired": 12 - 8}
 
 
-def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
+def test_a_group_that_fails_too_often_is_finished_and_all_its_tokens_are_dropped():
     of = ledger(2, 1, lease_s=10.0)
     [lease] = of.lease(0, 1, now=0.0)
     of.save(lease, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
@@ -113,7 +113,7 @@ def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_toke
     assert [each.group_id for each in of.lease(0, 1, now=0.0)] == [1]
 
 
-def test_failures_of_a_group_add_up_over_its_workers_and_nothing_else_is_one():
+def test_failures_of_a_group_add_up_over_workers_and_other_ends_are_no_failures():
     of = ledger(2, 1, lease_s=10.0)
     [lease] = of.lease(0, 1, owner=b"first", now=0.0)
     assert not of.release(0, 0, num_tokens=5, reason="reward", max_failures=3)
@@ -143,7 +143,7 @@ def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     assert of.stats().tokens_trained == 0
 
 
-def test_plans_and_commits_out_of_order_are_refused_by_name():
+def test_plans_and_commits_in_a_wrong_order_are_refused():
     of = ledger(1, 1)
     of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
     for version in (1, 2):
@@ -156,7 +156,7 @@ def test_plans_and_commits_out_of_order_are_refused_by_name():
         of.plan(0)
 
 
-def test_what_was_never_leased_can_be_neither_put_nor_released():
+def test_an_attempt_that_was_never_leased_cannot_be_put_or_released():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, now=0.0)
     for group_id, attempt in ((lease.group_id, 1), (1, 0), (999, 0)):
@@ -168,7 +168,7 @@ def test_what_was_never_leased_can_be_neither_put_nor_released():
 
 
 @given(st.lists(st.integers(0, 40)))
-def test_a_set_of_ranges_is_a_set(values: list[int]):
+def test_an_id_set_has_the_same_elements_as_a_python_set(values: list[int]):
     of, expected = IdSet(), set()
     for value in values:
         of.add(value)
@@ -181,13 +181,13 @@ def test_a_set_of_ranges_is_a_set(values: list[int]):
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=5))
-def test_a_parcel_gives_back_its_frames_at_aligned_places(frames: list[bytes]):
+def test_unpacking_a_parcel_returns_the_packed_frames(frames: list[bytes]):
     [parcel] = pack(frames)
     assert [bytes(frame) for frame in unpack([parcel])] == frames
 
 
 @given(st.binary(max_size=60))
-def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
+def test_a_malformed_parcel_raises_only_a_wire_error(tail: bytes):
     try:
         frames = unpack([b"prcl" + tail])
     except WireError:
@@ -206,7 +206,7 @@ def test_a_malformed_parcel_is_a_wire_error(tail: bytes):
         ({"num_store_servers": -1}, "num_store_servers"),
     ],
 )
-def test_a_wrong_option_is_refused_by_name(options, message):
+def test_the_error_for_an_invalid_buffer_option_names_it(options, message):
     with pytest.raises(ValueError, match=message):
         BufferConfig(**options)
 
@@ -251,7 +251,7 @@ def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_chang
     assert of.snapshot() == before
 
 
-def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
+def test_only_the_owner_may_report_a_lease_even_after_the_lease_was_revoked():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, owner=b"a", now=0.0)
     put = commands.Put(summary=summary_of(lease))
@@ -266,8 +266,8 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
 
 
 @pytest.mark.long
-def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """In the test, groups are lost, released, too old, filtered or trained."""
+def test_the_size_of_the_ledger_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
+    """In this test, groups are lost, released, refused as too old, filtered or trained."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )
@@ -320,7 +320,7 @@ def test_a_repeated_commit_of_the_first_step_changes_nothing():
     assert ledger.snapshot() == before
 
 
-def test_only_the_stored_attempt_of_a_group_is_acknowledged_again():
+def test_a_repeated_put_is_acknowledged_only_for_the_stored_attempt():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2))
     ledger.enqueue([0])
     [lost] = ledger.lease(0, 1)
@@ -348,7 +348,7 @@ def test_unreported_tokens_of_a_dead_worker_count_as_lost(num_generated, num_los
     assert (again.group_id, again.attempt) == (2, 1)
 
 
-def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
+def test_late_reports_of_a_dead_worker_count_once_even_after_a_restart():
     """The lease of an attempt expires before its worker is declared dead.
 
     The worker never reports the tokens of this attempt, so the tokens count as lost.
@@ -370,7 +370,7 @@ def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart
         assert of.account.tokens_dropped == {"lost": 20}
 
 
-def test_the_last_ended_attempt_of_each_unfinished_group_is_known():
+def test_the_ledger_knows_the_last_ended_attempt_of_each_unfinished_group():
     """Group 0 runs in its first attempt.
 
     Group 1 is queued after two attempts. Group 2 is stored in its second attempt. Group 3 was never leased.
@@ -389,7 +389,7 @@ def test_the_last_ended_attempt_of_each_unfinished_group_is_known():
     assert {g.group_id: g.past_attempt for g in of.groups if g.past_attempt >= 0} == {1: 1, 2: 0}
 
 
-def test_every_attempt_that_ends_is_named_for_the_stores():
+def test_the_ledger_lists_every_ended_attempt_for_the_stores():
     of = DrivenLedger(StalenessRule(max_lag=3, groups_per_step=4))
     of.enqueue(range(2))
     first, second = of.lease(0, 2)
@@ -399,7 +399,7 @@ def test_every_attempt_that_ends_is_named_for_the_stores():
     assert of.groups.ended_attempts == [(0, 0), (1, 0)]
 
 
-def test_a_planned_group_that_no_store_has_stays_in_its_batch_until_the_batch_is_dissolved():
+def test_a_missing_group_stays_in_its_planned_batch_until_the_batch_is_dissolved():
     of = ledger(3, 2)
     for lease in of.lease(0, 6):
         of.put(summary_of(lease))
@@ -416,7 +416,7 @@ def test_a_planned_group_that_no_store_has_stays_in_its_batch_until_the_batch_is
         assert each.account.tokens_dropped == {"store_lost": 10}
 
 
-def test_a_batch_whose_group_is_missing_may_be_committed():
+def test_a_batch_with_a_missing_group_can_be_committed():
     of = ledger(3, 2)
     for lease in of.lease(0, 2):
         of.put(summary_of(lease))
@@ -426,7 +426,7 @@ def test_a_batch_whose_group_is_missing_may_be_committed():
     assert of.account.tokens_dropped == {}
 
 
-def test_an_outcome_declares_whether_the_journal_records_it():
+def test_every_outcome_declares_whether_the_journal_records_it():
     kinds = [kind for kind in leaves(LedgerOutcome) if kind.__module__.startswith("buffer.")]
     assert len(kinds) > 10
     assert all("is_recorded" in vars(kind) for kind in kinds)
@@ -434,7 +434,7 @@ def test_an_outcome_declares_whether_the_journal_records_it():
         type("Undecided", (LedgerOutcome,), {}, frozen=True)
 
 
-def test_the_ledger_records_an_outcome_that_changes_the_state_and_no_other():
+def test_the_ledger_records_only_outcomes_that_change_its_state():
     of = ledger(1, 1)
     of.log = recorded = RecordedCommands()
     assert of.enqueue([0]) == []

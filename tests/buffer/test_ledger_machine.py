@@ -173,7 +173,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _may_have(self, worker: bytes) -> int:
         """Return the number of queued groups that a worker may lease.
 
-        A suspect is a group that is dropped if one more of its workers dies. A worker may hold only one suspect.
+        A suspect is a group that is dropped if one more of its workers dies. A worker may lease only one suspect.
         """
         suspects = [group_id for group_id in self.deaths if self._is_suspect(group_id) and group_id not in self.running]
         holds_one = any(lease.owner == worker for g, (lease, _) in self.running.items() if self._is_suspect(g))
@@ -209,7 +209,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.lease(self.version + ahead, 1, now=self.now)
         except ReplayBufferError:
             return
-        raise AssertionError("an engine from the future was admitted")
+        raise AssertionError("an engine with a version that no step has made was admitted")
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
@@ -499,7 +499,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """Return how many groups batch ``version`` lacks. This is the largest number that a deadline requires."""
+        """Return how many running groups batch ``version`` must wait for, so that no group misses its deadline."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -705,7 +705,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """Check that the lease has the saved prefix exactly if a group as old as the prefix may still begin."""
+        """Check that the lease has a saved prefix if and only if a group may still begin at the prefix's version."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -771,6 +771,6 @@ TestLedger.settings = settings(max_examples=300, stateful_step_count=60, suppres
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_ten_thousand_runs_of_the_ledger():
+def test_the_ledger_matches_its_model_in_ten_thousand_runs():
     search = settings(max_examples=10_000, stateful_step_count=60, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(LedgerMachine, settings=search)

@@ -28,7 +28,7 @@ def events(tmp_path, recorder):
     return [(stamp.event, stamp.group, stamp.details.get("reason")) for stamp in Trace.load(tmp_path).stamps]
 
 
-def test_a_group_is_stamped_on_its_way_once_however_often_a_plan_is_asked_for(tmp_path):
+def test_repeated_plans_record_the_events_of_a_group_only_once(tmp_path):
     ledger, _, recorder = noted(tmp_path)
     ledger.enqueue([1, 2])
     for lease in ledger.lease(0, 2):
@@ -53,7 +53,7 @@ def test_a_requeued_group_is_recorded_with_the_reason(tmp_path):
     assert found == [("requeued", first.group_id, "reward"), ("requeued", second.group_id, "expired")]
 
 
-def test_counts_are_noted_where_they_change(tmp_path):
+def test_counts_are_recorded_only_when_they_change(tmp_path):
     ledger, notes, recorder = noted(tmp_path)
     ledger.enqueue([1, 2, 3])
     notes.levels(held_bytes=0)
@@ -68,7 +68,7 @@ def test_counts_are_noted_where_they_change(tmp_path):
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, True])
-async def test_a_client_on_another_host_measures_how_its_clock_stands(tmp_path, monkeypatch, is_elsewhere):
+async def test_only_a_client_on_another_host_measures_the_offset_of_its_clock(tmp_path, monkeypatch, is_elsewhere):
     config = ProfileConfig(directory=str(tmp_path / FOLDER))
     async with running(heartbeat_s=0.05) as buffer:
         record.start(config, process="engine-0", pool=Pool.fleet)

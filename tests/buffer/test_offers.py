@@ -38,7 +38,7 @@ async def commit_step(control: AnyRole, version: int) -> None:
     await control.commit(version)
 
 
-def test_the_newest_version_whose_step_is_committed_is_shown_and_older_ones_are_forgotten():
+def test_the_log_offers_the_newest_committed_version_and_forgets_older_versions():
     log = log_of(0, 1, 2, 4)
     assert [shown(log, version) for version in (0, 1, 3, 4)] == [0, 1, 2, 4]
     assert log.oldest() == 4
@@ -46,10 +46,10 @@ def test_the_newest_version_whose_step_is_committed_is_shown_and_older_ones_are_
     assert shown(log_of(3), 2) is None
 
 
-def test_the_first_engines_that_ask_keep_the_pinned_version_and_the_others_go_on():
+def test_the_first_engines_keep_the_pinned_version_and_the_others_load_newer_versions():
     log = log_of(0)
     log.pin(2, 2)
-    assert [shown(log, 1, engine) for engine in ENGINES] == [0, 0, 0], "the pinned version is not offered yet"
+    assert [shown(log, 1, engine) for engine in ENGINES] == [0, 0, 0], "the pinned version has not been offered yet"
     for version in (1, 2, 3, 4):
         log.append(bare_offer(version))
     assert [shown(log, 4, engine, at_least=1) for engine in ENGINES] == [2, 2, 4]
@@ -64,7 +64,7 @@ def test_the_first_engines_that_ask_keep_the_pinned_version_and_the_others_go_on
     assert [shown(log, 4, engine, at_least=3) for engine in ENGINES[:2]] == [4, 4]
 
 
-def test_an_engine_that_is_gone_frees_its_place_while_the_pinned_version_is_there():
+def test_another_engine_replaces_a_lost_pinned_engine_while_the_version_is_offered():
     log = log_of(0)
     log.pin(1, 1)
     log.append(bare_offer(1))
@@ -80,14 +80,14 @@ def test_an_engine_that_is_gone_frees_its_place_while_the_pinned_version_is_ther
     assert log.pinned() == []
 
 
-def test_a_version_that_is_offered_again_replaces_the_first_offer():
+def test_a_second_offer_of_a_version_replaces_the_first_offer():
     log = log_of(1)
     again = replace(bare_offer(1), manifest="again")
     log.append(again)
     assert log.next_for(b"", 0, 1) == again
 
 
-def test_the_log_keeps_what_is_shown_and_a_bounded_number_of_newer_offers():
+def test_the_log_stores_the_current_offer_and_a_limited_number_of_newer_offers():
     log = log_of(0)
     assert shown(log, 0) == 0
     for version in range(1, 1000):
@@ -97,7 +97,7 @@ def test_the_log_keeps_what_is_shown_and_a_bounded_number_of_newer_offers():
     assert shown(log, 999) == 999
 
 
-def test_the_oldest_version_counts_once_enough_engines_serve_one():
+def test_the_log_returns_the_oldest_served_version_when_enough_engines_have_loaded():
     log = OfferLog()
     assert log.served(0) is None
     for engine, version, took_s in zip(ENGINES, (4, 5, 4), (1.0, 9.0, 2.0), strict=True):
@@ -115,7 +115,7 @@ def test_the_oldest_version_counts_once_enough_engines_serve_one():
     assert log.served(1) == (6, 3.0)
 
 
-async def test_an_engine_is_told_of_weights_when_their_step_is_committed_and_skips_to_the_newest():
+async def test_an_engine_is_offered_weights_after_their_commit_and_skips_to_the_newest_version():
     async with running(groups_per_step=1, max_lag=2) as run:
         worker, laggard, control = run.client(), run.client(), run.client()
         rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=5.0))
@@ -133,7 +133,7 @@ async def test_an_engine_is_told_of_weights_when_their_step_is_committed_and_ski
         rank.close()
 
 
-async def test_a_pinned_engine_waits_until_it_is_freed_and_the_controller_hears_of_it():
+async def test_a_pinned_engine_gets_no_newer_version_until_the_controller_unpins_it():
     async with running(groups_per_step=1, max_lag=4) as run:
         control = run.client()
         pinned, other = run.client(name="3"), run.client(name="5")
@@ -157,7 +157,7 @@ async def test_a_pinned_engine_waits_until_it_is_freed_and_the_controller_hears_
         assert await asyncio.wait_for(gone, 5) == set()
 
 
-async def test_a_pin_of_a_version_that_no_engine_can_serve_any_more_raises_weights_gone():
+async def test_a_pin_raises_weights_gone_if_no_engine_can_serve_its_version():
     async with running(groups_per_step=1, max_lag=4, heartbeat_s=0.1) as run:
         control, worker, other = run.client(), run.client(name="0"), run.client(name="1")
         waiting = asyncio.ensure_future(control.pin(1, 1))
@@ -209,7 +209,7 @@ async def test_served_ignores_engines_that_left_or_are_silent_until_their_next_h
                 pass
 
 
-async def test_a_publish_that_failed_is_an_error_by_name_to_engines_and_controller_now_and_later():
+async def test_a_failed_publish_raises_an_error_in_engines_and_controller():
     async with running(groups_per_step=1) as run:
         worker, control = run.client(), run.client()
         rank = SyncBufferClient(BufferClient(run.server.address, request_timeout_s=5.0))
@@ -223,7 +223,7 @@ async def test_a_publish_that_failed_is_an_error_by_name_to_engines_and_controll
         rank.close()
 
 
-async def test_waiting_for_weights_outlasts_the_servers_period_of_waiting():
+async def test_clients_wait_for_weights_longer_than_the_servers_request_timeout():
     async with running(request_timeout_s=0.2) as run:
         worker, control = run.client(), run.client()
         waiting = [asyncio.ensure_future(call) for call in (worker.next_offer(-1), control.served(-1, 1))]
@@ -248,7 +248,7 @@ async def test_invalid_offers_pins_versions_and_load_times_are_refused():
             await client.connection.link.call(Offer(offer={"version": 0, "manifest": ""}))
 
 
-async def test_the_first_workers_lease_before_the_last_of_many_are_told_of_new_weights():
+async def test_the_first_workers_can_lease_before_the_last_workers_get_a_new_offer():
     told: list[bytes] = []
     leased: list[bytes] = []
     all_told = asyncio.Event()

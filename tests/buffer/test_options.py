@@ -16,7 +16,7 @@ from buffer.sockets import allow_clients, client_context
 from tests.support.buffer_groups import AnyRole, prompt, rollout
 
 
-def test_every_option_reaches_the_server_as_it_was_set():
+def test_every_option_reaches_the_server_unchanged():
     config = BufferConfig(
         filters=["equal_rewards"],
         order="tests.support.orders_of_mine:longest_first",
@@ -28,7 +28,7 @@ def test_every_option_reaches_the_server_as_it_was_set():
         config_from_json({"max_lagg": 1})
 
 
-async def test_a_filter_named_on_the_command_line_drops_groups_without_signal_and_the_batch_is_refilled(tmp_path: Path):
+async def test_a_filter_of_the_command_line_drops_equal_rewards_and_other_groups_fill_the_batch(tmp_path: Path):
     config = compose_run(["buffer.filters=[equal_rewards]", "buffer.max_lag=0"])
     with BufferProcess(config.buffer, groups_per_step=2, log_path=tmp_path / "log") as process:
         client = AnyRole(process.address, request_timeout_s=10.0)
@@ -54,7 +54,7 @@ def test_every_option_is_documented():
     assert [field.name for field in fields(BufferConfig) if f"\n        {field.name}:" not in documentation] == []
 
 
-def test_the_limit_of_open_files_is_raised_to_what_the_clients_take_or_refused_by_name(monkeypatch):
+def test_the_limit_of_open_files_is_raised_for_the_clients_or_an_error_names_it(monkeypatch):
     limits = [(1024, 4096)]
     monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limit: limits.append(limit))
@@ -72,7 +72,7 @@ def test_the_limit_of_open_files_is_raised_to_what_the_clients_take_or_refused_b
         allow_clients(0, num_links=20_000)
 
 
-def test_a_process_has_as_many_sockets_as_links_to_hundreds_of_stores_take():
+def test_a_process_can_open_enough_sockets_for_hundreds_of_stores():
     allow_clients(0, num_links=200)
     context = client_context()
     sockets = [context.socket(zmq.PAIR) for _ in range(6 * 200)]

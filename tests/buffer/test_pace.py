@@ -1,4 +1,4 @@
-"""Hand-over of running groups to faster workers: whole fleets in simulated time, the measured pace, and the limits."""
+"""Hand-over of running groups to faster workers: whole fleets in simulated time, measured paces, and limits."""
 
 import math
 import random
@@ -54,21 +54,21 @@ def turning(before: float, after: float):
         ([turning(FAST, SLOW), turning(SLOW, FAST), FAST, FAST], {}),
     ],
 )
-def test_a_fleet_with_slow_engines_trains_on_nine_tenths_of_what_they_write(speeds, options):
+def test_a_fleet_with_slow_engines_trains_at_nine_tenths_of_its_full_rate(speeds, options):
     assert share(speeds, **options) >= 0.9
 
 
 @pytest.mark.parametrize(
     "options", [{"max_lag": 0}, {"max_lag": 0, "groups_per_step": 64}, {"step_s": 1.0}, {"num_places": 16}]
 )
-def test_a_slow_engine_costs_at_most_a_twentieth_where_batches_limit_the_fleet(options):
+def test_a_slow_engine_costs_at_most_5_percent_of_the_rate_if_batches_limit_the_fleet(options):
     with_it = share(ONE_SLOW, seconds=80.0, **options) * sum(ONE_SLOW)
     without = share(ONE_SLOW[:3], seconds=80.0, **options) * sum(ONE_SLOW[:3])
     assert with_it >= 0.95 * without
 
 
 @pytest.mark.parametrize("groups_per_step", [28, 48])
-def test_a_slow_engine_costs_little_at_max_lag_0_where_lengths_vary(groups_per_step):
+def test_a_slow_engine_costs_at_most_10_percent_at_max_lag_0_if_lengths_vary(groups_per_step):
     """A step has more groups than the fast engines have slots. So the slow engine begins some of the groups."""
 
     def rate(speeds, seed: int) -> float:
@@ -81,20 +81,20 @@ def test_a_slow_engine_costs_little_at_max_lag_0_where_lengths_vary(groups_per_s
     assert with_it >= 0.9 * without
 
 
-def test_without_hand_over_every_group_stays_where_it_began():
+def test_without_hand_over_every_group_stays_on_its_first_engine():
     fleet = SimulatedFleet(ONE_SLOW, hand_over=False)
     assert fleet.rate(40.0, warm_up_s=10.0) < 0.7 * 8 * sum(ONE_SLOW), "the fleet must wait for its slow engine"
     assert sum(worker.num_handed_on for worker in fleet.workers) == 0
 
 
-def test_groups_that_are_never_due_on_a_slow_engine_are_left_there():
+def test_groups_that_are_not_due_stay_on_a_slow_engine():
     fleet = SimulatedFleet([FAST, FAST, FAST, FAST / 3], max_lag=8)
     fleet.rate(20.0, warm_up_s=5.0)
     assert sum(worker.num_handed_on for worker in fleet.workers) == 0
 
 
 @pytest.mark.parametrize("num_places", [2, 8])
-def test_an_engine_that_was_slow_once_shares_the_work_of_an_equal_one_again(num_places):
+def test_an_engine_that_becomes_fast_gets_its_share_of_the_work(num_places):
     speeds = [lambda t: SLOW if t < 1 else FAST, FAST]
     fleet = SimulatedFleet(speeds, num_places=num_places, groups_per_step=2 * num_places, max_lag=0)
     assert fleet.rate(20.0, warm_up_s=2.0) >= 0.9 * num_places * 2 * FAST
@@ -102,7 +102,7 @@ def test_an_engine_that_was_slow_once_shares_the_work_of_an_equal_one_again(num_
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_an_engine_takes_nothing_over_from_itself(max_lag):
+def test_an_engine_never_hands_groups_over_to_itself(max_lag):
     rng = random.Random(0)
     lengths = [max(4, int(rng.lognormvariate(4.0, 1.5))) for _ in range(10_000)]
     fleet = SimulatedFleet([FAST], max_lag=max_lag, length_of=lengths.__getitem__)
@@ -146,7 +146,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(monkeypatch, num_en
 
 @pytest.mark.long
 @pytest.mark.parametrize("share_of_slow_groups", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
-def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
+def test_hand_over_costs_at_most_2_percent_if_only_the_groups_are_slow(share_of_slow_groups):
     """All engines are equal. Some groups call tools, so each of their tokens takes ten times as long as usual."""
     ratios = []
     for seed in range(3):
@@ -158,7 +158,7 @@ def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of
     assert sum(ratios) / len(ratios) >= 0.98
 
 
-def test_no_group_changes_hands_more_than_twice_however_engines_change(monkeypatch):
+def test_no_group_is_handed_over_more_than_twice_if_engine_speeds_change(monkeypatch):
     rng = random.Random(1)
     drawn = [[rng.choice([FAST, SLOW, SLOW / 10]) for _ in range(40)] for _ in range(6)]
     fleet = SimulatedFleet([lambda now, speeds=speeds: speeds[int(now / 3) % 40] for speeds in drawn], max_lag=1)
@@ -174,7 +174,7 @@ def test_hand_overs_are_requested_from_a_hanging_engine_even_if_no_message_arriv
     assert asked
 
 
-# The measure
+# Tests of the measured paces
 
 
 def lease(
@@ -204,7 +204,7 @@ def measured(**paces: float) -> WorkerPaces:
     return of
 
 
-def test_the_earliest_deadline_of_the_slowest_worker_is_on_offer_first():
+def test_the_slowest_worker_first_hands_over_its_group_with_the_earliest_deadline():
     of = measured(fast=0.01, slow=0.1, slower=0.2)
     for group_id, (name, deadline) in enumerate([(b"slow", 2), (b"slow", 1), (b"slower", 1), (b"fast", 0)]):
         of.granted(lease(group_id, name, deadline=deadline), 1000.0)
@@ -214,10 +214,10 @@ def test_the_earliest_deadline_of_the_slowest_worker_is_on_offer_first():
         of.take_over(group, b"fast", 1000.0)
     assert offered == [(b"slower", 1), (b"slow", 1), (b"slow", 2)]
     assert of.num_kept(b"fast", 1000.5) == 3
-    assert of.num_kept(b"fast", 1001.5) == 0, "a slot must not be kept forever"
+    assert of.num_kept(b"fast", 1001.5) == 0, "a slot must be reserved for a second only"
 
 
-def test_a_worker_that_only_continues_groups_is_measured_by_what_it_writes():
+def test_a_worker_that_only_continues_groups_is_measured_by_its_own_tokens():
     of = measured(fast=0.01)
     for group_id in range(8):
         of.granted(lease(group_id, b"fast"), 1000.0)
@@ -229,7 +229,7 @@ def test_a_worker_that_only_continues_groups_is_measured_by_what_it_writes():
     assert of.is_slow(b"late", of.usual_pace(b"fast", 1002.0))
 
 
-def test_a_group_that_ran_before_the_server_was_started_again_does_not_count_as_fast():
+def test_a_group_that_began_before_a_server_restart_does_not_count_as_fast():
     of = measured(fast=0.01)
     for group_id in range(8):
         of.recover(Group(group_id=group_id, owner=b"other", num_attempts=1), 1000.0)
@@ -238,14 +238,14 @@ def test_a_group_that_ran_before_the_server_was_started_again_does_not_count_as_
     assert not of.is_slow(b"fast", of.usual_pace(b"other", 1000.1))
 
 
-def test_one_fast_group_says_that_an_engine_is_not_slow():
+def test_after_one_fast_group_an_engine_does_not_count_as_slow():
     of = measured(fast=0.01, tools=0.1)
     of.granted(lease(0, b"tools"), 1000.0)
     of.ended(0, 0, 1001.0, num_tokens=100)
     assert not of.is_slow(b"tools", of.usual_pace(b"fast", 1001.0))
 
 
-def test_a_worker_that_never_ended_a_group_is_as_fast_as_the_fastest_until_it_takes_too_long():
+def test_a_new_worker_counts_as_fast_until_its_first_group_takes_too_long():
     of = measured(fast=0.01)
     of.granted(lease(0, b"new"), 1000.0)
     assert of.usual_pace(b"new", 1000.0) == of.usual_pace(b"fast", 1000.0)
@@ -257,14 +257,14 @@ def test_a_worker_that_never_ended_a_group_is_as_fast_as_the_fastest_until_it_ta
     assert of.first_on_offer().worker == b"new"
 
 
-def test_a_slow_worker_without_work_is_tried_again_after_a_while():
+def test_an_idle_slow_worker_counts_as_fast_again_after_some_time():
     of = measured(fast=0.01, slow=0.1)
     assert of.is_slow(b"slow", of.usual_pace(b"fast", 1000.0))
     assert of.usual_pace(b"slow", 1200.0) == pytest.approx(0.1)
     assert of.usual_pace(b"slow", 1400.0) == pytest.approx(0.01)
 
 
-def test_a_worker_that_takes_a_group_over_and_dies_leaves_it_to_others():
+def test_if_a_worker_dies_after_a_hand_over_other_workers_can_take_the_group():
     of = measured(fast=0.01, slow=0.1)
     of.granted(lease(0, b"slow"), 1000.0)
     of.take_over(of.first_on_offer(), b"fast", 1000.0)
@@ -277,7 +277,7 @@ def test_a_worker_that_takes_a_group_over_and_dies_leaves_it_to_others():
     assert of.first_on_offer() is None, "no faster worker is left"
 
 
-def test_a_group_on_its_way_to_its_taker_keeps_slow_workers_from_leases_for_a_second():
+def test_slow_workers_get_no_lease_for_a_second_while_a_group_moves_to_a_faster_worker():
     of = measured(fast=0.01, medium=0.04, slow=0.1)
     assert of.pace_of_takers(1000.0) == math.inf
     for group_id in (0, 1):
@@ -291,14 +291,14 @@ def test_a_group_on_its_way_to_its_taker_keeps_slow_workers_from_leases_for_a_se
         True,
     ]
     of.granted(lease(0, b"fast", attempt=1), 1000.2)
-    assert of.pace_of_takers(1000.2) == math.inf, "the taker has the group"
+    assert of.pace_of_takers(1000.2) == math.inf, "the faster worker has leased the group"
     of.ended(1, 0, 1000.3)
     of.look(1000.3)
     assert of.next_look(1000.3) == pytest.approx(1001.0)
-    assert of.pace_of_takers(1001.0) == math.inf, "the taker did not come for the group"
+    assert of.pace_of_takers(1001.0) == math.inf, "the faster worker has not leased the group in time"
 
 
-def test_a_worker_whose_speed_drops_stays_slow_while_it_hands_its_groups_over():
+def test_a_worker_that_became_slow_counts_as_slow_while_it_hands_over_its_groups():
     of = measured(fast=0.01, drops=0.01)
     for group_id in range(4):
         of.granted(lease(group_id, b"drops"), 1000.0)
@@ -309,7 +309,7 @@ def test_a_worker_whose_speed_drops_stays_slow_while_it_hands_its_groups_over():
         assert of.is_slow(b"drops", of.pace_of_takers(1003.1))
 
 
-def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
+def test_the_time_of_a_call_does_not_grow_with_the_number_of_workers_and_groups():
     def seconds(num_workers: int) -> float:
         of = WorkerPaces()
         for round_number in range(3):
@@ -361,7 +361,7 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Check that no worker that may begin a group waits for more than a second per possible hand-over."""
+        """Check that a worker that may begin a group waits for a lease for at most a second per possible hand-over."""
         for _ in range(10 * MOST_CHANGES * (1 + self.ledger.groups.num_leased)):
             if not self._may_begin():
                 return
@@ -396,7 +396,7 @@ async def test_workers_that_may_begin_a_group_do_not_wait_for_a_lease(max_lag: i
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
-            of.now += 3 * pace_s  # the worker writes three tokens
+            of.now += 3 * pace_s  # the worker needs this time for three tokens
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version

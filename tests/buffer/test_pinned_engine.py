@@ -26,7 +26,7 @@ def offer(version: int) -> WeightOffer:
 
 @asynccontextmanager
 async def staged_until_pinned(offered: WeightOffer):
-    """Stage versions up to `PINNED_FROM`. Later versions never finish, like a load that hangs.
+    """Stage versions up to `PINNED_FROM`. The staging of later versions hangs.
 
     So the worker keeps requesting leases at the old version.
     """

@@ -1,4 +1,4 @@
-"""Workers that connect, wait, advance, become silent and leave."""
+"""Workers that connect, wait for leases, load newer versions, become silent and leave."""
 
 import asyncio
 import itertools
@@ -27,7 +27,7 @@ async def until_waiting(control: AnyRole, number: int) -> None:
             pass
 
 
-async def test_the_leases_of_a_silent_worker_are_taken_back_long_before_they_run_out(monkeypatch):
+async def test_the_leases_of_a_silent_worker_are_revoked_before_they_expire(monkeypatch):
     async with running(lease_s=600.0, heartbeat_s=0.1) as run:
         hung, other = run.client(), run.client()
         await hung.enqueue([prompt(0)])
@@ -40,7 +40,7 @@ async def test_the_leases_of_a_silent_worker_are_taken_back_long_before_they_run
             await hung.put(rollout(lost))
 
 
-async def test_a_worker_that_beats_keeps_its_leases():
+async def test_a_worker_that_sends_heartbeats_keeps_its_leases():
     async with running(lease_s=600.0, heartbeat_s=0.1) as run:
         worker = run.client()
         await worker.enqueue([prompt(0)])
@@ -49,7 +49,7 @@ async def test_a_worker_that_beats_keeps_its_leases():
         await worker.put(rollout(lease))
 
 
-async def test_nothing_is_granted_to_a_worker_that_fell_silent_while_it_waited(monkeypatch):
+async def test_a_worker_that_becomes_silent_while_it_waits_gets_no_lease(monkeypatch):
     async with running(heartbeat_s=0.1) as run:
         hung, control = run.client(), run.client()
         wait = asyncio.ensure_future(hung.lease(0, 1))
@@ -61,7 +61,7 @@ async def test_nothing_is_granted_to_a_worker_that_fell_silent_while_it_waited(m
         wait.cancel()
 
 
-async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
+async def test_a_group_that_is_leased_while_its_client_closes_is_queued_again_immediately():
     async with running(groups_per_step=8, lease_s=600.0, heartbeat_s=0.1) as run:
         leaver, control = run.client(), run.client()
         for number in range(20):
@@ -76,8 +76,8 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # If the server granted the group to the worker that left, the next request for a lease waits.
-            # The request gets the group when the server notices that the other worker is silent.
+            # If the closed client still has the lease of the group, the next request waits until the server notices
+            # that this client is silent.
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:
@@ -88,7 +88,7 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             leaver = run.client()
 
 
-async def test_a_lease_outlives_the_connection_and_only_its_owner_may_report_it():
+async def test_a_lease_remains_after_its_connection_closes_and_only_its_owner_may_report_it():
     async with running(lease_s=600.0) as run:
         first, second = run.client(), run.client()
         await first.enqueue([prompt(0)])
@@ -106,7 +106,7 @@ async def test_a_lease_outlives_the_connection_and_only_its_owner_may_report_it(
         assert (await second.stats()).tokens_dropped == {}
 
 
-async def test_a_commit_answers_workers_whose_version_can_never_be_admitted_again():
+async def test_a_commit_ends_the_waiting_requests_of_workers_with_too_old_versions():
     async with running(groups_per_step=1, max_lag=0, request_timeout_s=60.0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(3)])
@@ -120,7 +120,7 @@ async def test_a_commit_answers_workers_whose_version_can_never_be_admitted_agai
         assert [lease.engine_version for lease in await worker.lease(1, 1)] == [1]
 
 
-async def test_a_worker_whose_engine_advances_cancels_its_call_and_is_granted_at_the_new_version():
+async def test_a_worker_can_cancel_a_request_and_get_a_lease_at_a_newer_version():
     async with running(groups_per_step=1, max_lag=0, request_timeout_s=60.0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(3)])
@@ -137,7 +137,7 @@ async def test_a_worker_whose_engine_advances_cancels_its_call_and_is_granted_at
         assert (await control.stats()).leases_waiting == 0
 
 
-async def test_jumps_of_the_wall_clock_expire_nothing_and_stop_nothing(monkeypatch: pytest.MonkeyPatch):
+async def test_jumps_of_the_wall_clock_do_not_affect_leases_and_steps(monkeypatch: pytest.MonkeyPatch):
     jumps = itertools.cycle([1e9, -1e9, 0.0, 1e12])
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + next(jumps))
@@ -159,7 +159,7 @@ async def test_jumps_of_the_wall_clock_expire_nothing_and_stop_nothing(monkeypat
         assert lost.attempt == 0
 
 
-def test_a_fair_queue_prefers_clients_with_fewer_turns_and_gives_no_credit_for_absence():
+def test_a_fair_queue_prefers_clients_with_fewer_turns_but_gives_new_clients_no_credit():
     turns = FairQueue()
     for client in (b"a", b"b", b"a"):
         turns.take(client)
@@ -170,7 +170,7 @@ def test_a_fair_queue_prefers_clients_with_fewer_turns_and_gives_no_credit_for_a
     assert turns.turn_of(b"new") == turns.turn_of(b"b") - 1
 
 
-async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
+async def test_a_stall_of_the_servers_event_loop_revokes_no_lease(tmp_path: Path):
     """A worker with 150 leases sends heartbeats, but the server is stopped for longer than its timeouts."""
     config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
     with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
@@ -189,7 +189,7 @@ async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
         await worker.close()
 
 
-async def test_a_stall_of_the_clients_own_loop_fails_no_request():
+async def test_a_stall_of_the_clients_event_loop_fails_no_request():
     async with running() as run:
         control, worker = run.client(), run.client(request_timeout_s=1.0)
         waiting = asyncio.ensure_future(worker.lease(0, 1))
@@ -199,7 +199,7 @@ async def test_a_stall_of_the_clients_own_loop_fails_no_request():
         assert len(await waiting) == 1
 
 
-async def test_the_time_in_which_a_loop_stands_still_does_not_count():
+async def test_the_loop_clock_does_not_count_stalls_of_the_event_loop():
     now = 100.0
     clock = LoopClock(lambda: now)
     now += 0.3
@@ -211,7 +211,7 @@ async def test_the_time_in_which_a_loop_stands_still_does_not_count():
     clock.close()
 
 
-async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cannot_report_is_lost():
+async def test_a_worker_that_is_declared_dead_loses_its_leases_and_its_unreported_tokens():
     async with running(lease_s=600.0) as run:
         worker, control = run.client(), run.client()
         worker.count_generated = lambda: 12
@@ -219,7 +219,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         await control.enqueue([prompt(0), prompt(1)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        await worker.stats()  # a heartbeat came before this request
+        await worker.stats()  # the worker sends a heartbeat before this request
         for _ in range(2):
             assert await control.bury(name) == 12
         stats = await control.stats()
@@ -231,8 +231,8 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         assert (await control.stats()).tokens_dropped == {"lost": 7}
 
 
-async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp_path: Path):
-    """A restarted server does not count a dead worker's tokens again. `bury` returns the same number as before."""
+async def test_a_restarted_server_refuses_a_worker_that_was_declared_dead(tmp_path: Path):
+    """A restarted server does not count a dead worker's tokens again. `bury` (declare dead) returns the same number."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
@@ -255,7 +255,7 @@ async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp
         assert after.groups == before.groups == {**before.groups, "queued": 2, "leased": 0, "stored": 1}
 
 
-async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its_last_beat():
+async def test_the_token_count_of_a_dead_worker_is_the_larger_of_two_reports():
     async with running(lease_s=600.0) as run:
         control = run.client()
         for known, beat, expected in ((20, 12, 20), (3, 12, 12), (20, 0, 20)):
@@ -266,7 +266,7 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
             assert await control.bury(name, known) == expected
 
 
-async def test_a_put_that_is_written_while_its_worker_is_buried_counts_only_as_lost(
+async def test_a_put_that_is_written_while_its_worker_is_declared_dead_counts_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The server receives a put of a worker before the worker's death is declared, and processes the put after it."""
@@ -297,7 +297,7 @@ async def test_a_put_that_is_written_while_its_worker_is_buried_counts_only_as_l
         assert (await control.stats()).tokens_dropped == {"lost": 100_000}
 
 
-async def test_a_lease_that_loses_its_prefix_before_the_answer_begins_without_a_prefix():
+async def test_a_lease_has_no_prefix_if_the_prefix_is_lost_before_the_answer():
     """The server loses the saved prefix after it grants the lease and before it sends the answer."""
     async with running(groups_per_step=4, max_lag=2) as run:
         first, second = run.client(), run.client()
@@ -322,7 +322,7 @@ async def test_a_lease_that_loses_its_prefix_before_the_answer_begins_without_a_
         assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"discarded_prefix": 7})
 
 
-async def test_a_name_that_is_no_workers_is_refused_and_an_unknown_worker_has_generated_nothing():
+async def test_an_invalid_worker_name_is_refused_and_an_unknown_worker_has_no_tokens():
     async with running() as run:
         control = run.client()
         assert await control.bury("00ff") == 0

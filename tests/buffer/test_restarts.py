@@ -77,7 +77,7 @@ MOMENTS = st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 1, 16, 31, 
 
 @settings(max_examples=40, deadline=None)
 @given(MOMENTS)
-def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_without_kills(tmp_path_factory, kills):
+def test_after_kills_at_any_writes_the_steps_equal_those_of_a_run_without_kills(tmp_path_factory, kills):
     async def run() -> None:
         config = BufferConfig(max_lag=1, request_timeout_s=60.0)
         server = MortalServer(config, tmp_path_factory.mktemp("journal"), groups_per_step=2)
@@ -96,7 +96,7 @@ def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_wit
     asyncio.run(run())
 
 
-async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_path: Path):
+async def test_a_restarted_server_has_the_same_offers_and_pinned_engines(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
     async with running(groups_per_step=1, **options) as run:
         worker, control = (AnyRole(run.server.address, request_timeout_s=20.0, name=name) for name in "wc")
@@ -123,7 +123,7 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
             await client.close()
 
 
-async def test_an_engine_that_was_lost_before_a_restart_takes_no_place_of_a_pinned_engine(tmp_path: Path):
+async def test_after_a_restart_a_lost_engine_does_not_count_as_a_pinned_engine(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
     async with running(groups_per_step=1, **options) as run:
         worker, control = run.client(name="w"), run.client(name="c")
@@ -159,11 +159,11 @@ async def test_a_late_message_about_a_lease_before_a_restart_does_not_affect_a_l
     server.close()
 
 
-async def test_a_request_held_before_a_server_restart_gets_its_full_deadline_again(tmp_path: Path):
+async def test_a_waiting_request_gets_its_full_deadline_again_after_a_server_restart(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "request_timeout_s": 60.0}
     async with running(**options) as run:
         client = AnyRole(run.server.address, request_timeout_s=1.4)
-        waiting = asyncio.ensure_future(client.plan(0))  # due after 2.1 s
+        waiting = asyncio.ensure_future(client.plan(0))  # its deadline is 2.1 s
         await asyncio.sleep(1.4)
     async with running(**options):
         await asyncio.sleep(1.4)
@@ -173,7 +173,7 @@ async def test_a_request_held_before_a_server_restart_gets_its_full_deadline_aga
         await client.close()
 
 
-async def test_a_failed_publish_is_known_to_the_server_that_follows(tmp_path: Path):
+async def test_a_restarted_server_still_reports_a_failed_publish(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(**options) as run:
         await run.client().publish_failed("no room on rank 1")
@@ -188,13 +188,13 @@ def supervised(directory: Path, said: asyncio.Queue[str], **options: Any) -> Buf
 
 
 def kill(server: BufferSupervisor, number: int = signal.SIGKILL) -> None:
-    """Send a signal to the process of a supervised server. Only this child has the server's address in its command."""
+    """Send a signal to the process of a supervised server. Only its command line has the server's address."""
     folder = folder_of(server.connection.address)
     (process,) = [child for child in psutil.Process().children() if folder in " ".join(child.cmdline())]
     process.send_signal(number)
 
 
-async def test_a_buffer_server_is_restarted_buffer_restarts_times_and_then_the_run_ends(tmp_path: Path):
+async def test_the_run_ends_if_the_buffer_server_dies_after_its_last_restart(tmp_path: Path):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=1) as server:
         watching = asyncio.ensure_future(keep_up(server))
@@ -214,7 +214,7 @@ async def test_a_buffer_server_is_restarted_buffer_restarts_times_and_then_the_r
         await client.close()
 
 
-async def test_a_restart_for_which_no_process_can_be_had_is_followed_by_another(tmp_path: Path, monkeypatch):
+async def test_a_restart_that_cannot_start_a_process_is_repeated(tmp_path: Path, monkeypatch):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=3) as server:
         watching = asyncio.ensure_future(keep_up(server))
@@ -232,7 +232,7 @@ async def test_a_restart_for_which_no_process_can_be_had_is_followed_by_another(
         watching.cancel()
 
 
-async def test_a_server_in_memory_is_not_started_again(tmp_path: Path):
+async def test_a_buffer_server_without_a_journal_is_not_restarted(tmp_path: Path):
     with supervised(tmp_path, asyncio.Queue(), durability=Durability.memory) as server:
         kill(server)
         with pytest.raises(
@@ -242,7 +242,7 @@ async def test_a_server_in_memory_is_not_started_again(tmp_path: Path):
 
 
 @pytest.mark.slow
-async def test_a_server_that_hangs_is_killed_and_started_again_before_its_clients_give_up(tmp_path: Path):
+async def test_a_server_that_hangs_is_killed_and_restarted_before_its_clients_deadlines(tmp_path: Path):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, request_timeout_s=6.0) as server:
         watching = asyncio.ensure_future(keep_up(server))
@@ -295,7 +295,7 @@ FIRST_WRITES = [
         if number > 4  # a client must have connected before the kill
     ],
 )
-async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_it_acknowledged(
+async def test_a_server_that_is_killed_during_a_write_restarts_with_all_acknowledged_work(
     tmp_path: Path, monkeypatch, write: int, share: int
 ):
     (tmp_path / "python").mkdir()
@@ -324,7 +324,7 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
 
 
 class FullDisk:
-    """Stands in for the disk of the journal. Writes fail while ``is_full``."""
+    """Replaces the function that writes to the journal's disk. Writes fail while ``is_full`` is true."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -337,12 +337,12 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("is_restarted_while_full", [False, True])
-async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
+async def test_a_payload_that_was_removed_while_the_disk_was_full_stays_removed(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """A store with a full disk cannot note the removal of a payload in its journal. It does so when the disk has room.
+    """A store cannot write the removal of a payload to its journal while its disk is full. It writes the removal later.
 
-    If the store is killed before that, the ledger sends the ids of the finished groups again.
+    If the store is killed before it writes the removal, the ledger sends the ids of the finished groups again.
     """
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)
@@ -382,7 +382,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     kept.close()
 
 
-async def test_prompts_that_come_while_the_disk_is_full_are_queued_when_it_has_room(tmp_path: Path, monkeypatch):
+async def test_prompts_that_arrive_while_the_disk_is_full_are_queued_when_it_has_room(tmp_path: Path, monkeypatch):
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)
     server = MortalServer(BufferConfig(request_timeout_s=60.0), tmp_path, groups_per_step=1)

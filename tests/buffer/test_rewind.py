@@ -23,7 +23,7 @@ MAX_LAG, SIZE = 2, 2
 
 
 @given(st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30)))
-def test_the_difference_of_two_sets_of_ids_is_that_of_python(one: set[int], other: set[int]):
+def test_the_difference_of_two_id_sets_equals_the_difference_of_python_sets(one: set[int], other: set[int]):
     sets = [IdSet() for _ in range(2)]
     for ids, values in zip(sets, (one, other), strict=True):
         for value in values:
@@ -121,7 +121,7 @@ ACTIONS = st.one_of(
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ACTIONS, max_size=40))
-def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_comes_twice(actions):
+def test_after_any_rewinds_the_account_balances_and_no_attempt_is_leased_twice(actions):
     life = Life()
     life.ledger.enqueue(range(100))
     for name, *arguments in actions:
@@ -143,7 +143,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ACTIONS, max_size=30), st.integers(0, 3), st.integers(1, 4), st.integers(0, 2))
-def test_a_run_that_resumes_with_another_bound_keeps_as_many_groups_as_can_be_consumed_in_time(
+def test_a_resume_with_another_bound_keeps_as_many_groups_as_steps_can_take_in_time(
     actions, max_lag: int, size: int, back: int
 ):
     life = Life()
@@ -171,7 +171,7 @@ def _fits(deadlines: list[int], version: int, size: int) -> bool:
     return all(deadline >= version + i // size for i, deadline in enumerate(deadlines))
 
 
-def test_a_rewind_to_a_version_to_come_or_without_a_checkpoint_is_refused():
+def test_a_rewind_to_a_future_version_or_without_a_checkpoint_is_refused():
     life = Life()
     with pytest.raises(ReplayBufferError, match=r"rewind\(1\) was requested at learner version 0"):
         life.ledger.apply(Rewind(version=1, incarnation=1))
@@ -185,7 +185,7 @@ def test_a_rewind_to_a_version_to_come_or_without_a_checkpoint_is_refused():
         life.ledger.checkpoint(2)
 
 
-def test_groups_and_prefixes_without_a_token_of_a_lost_version_stay():
+def test_a_rewind_keeps_groups_and_prefixes_without_tokens_of_lost_versions():
     ledger = Life.new()
     ledger.enqueue(range(10))
     leases = ledger.lease(0, 6, owner=b"w")
@@ -224,7 +224,7 @@ async def train(client, version: int) -> None:
     await client.commit(version)
 
 
-async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_offers_and_not_before(tmp_path: Path):
+async def test_engines_get_leases_only_after_they_loaded_weights_of_the_restarted_learner(tmp_path: Path):
     async with running(groups_per_step=2, max_lag=4, num_store_servers=1) as run:
         control, worker = run.client(), run.client()
         old, new = run.client(), run.client(incarnation=1)
@@ -267,7 +267,7 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
         assert stats.tokens_dropped == {"rewound": 15}, "a trained batch and a late report are lost"
 
 
-async def test_a_waiting_request_for_leases_gets_the_version_that_its_engine_loads_meanwhile():
+async def test_a_waiting_lease_request_uses_the_version_that_its_engine_loads_meanwhile():
     async with running(groups_per_step=1, max_lag=4) as run:
         control, worker, new = run.client(), run.client(), run.client(incarnation=1)
         await control.enqueue([prompt(0)])
@@ -279,7 +279,7 @@ async def test_a_waiting_request_for_leases_gets_the_version_that_its_engine_loa
         assert lease.engine_version == 0
 
 
-async def test_after_a_restart_of_the_server_what_was_withdrawn_stays_so(tmp_path):
+async def test_withdrawn_offers_stay_withdrawn_after_a_server_restart(tmp_path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
     async with running(groups_per_step=2, **options) as run:
         control = run.client()
@@ -299,7 +299,7 @@ async def test_after_a_restart_of_the_server_what_was_withdrawn_stays_so(tmp_pat
         assert (await waiting).incarnation == 1
 
 
-def test_the_next_stores_that_join_take_the_groups_of_those_of_an_earlier_life():
+def test_after_a_resume_new_stores_take_over_the_groups_of_earlier_stores():
     rule = StalenessRule(max_lag=MAX_LAG, groups_per_step=SIZE)
     ledger = DrivenLedger(rule, num_stores=0)
     ledger.enqueue(range(4))

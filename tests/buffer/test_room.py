@@ -13,7 +13,7 @@ from buffer.rule import StalenessRule
 from tests.support.ledgers import DrivenLedger, ledger, summary_of
 
 
-def test_a_full_store_beside_an_empty_one_takes_nothing_and_nobody_waits():
+def test_groups_go_to_the_emptier_store_and_no_worker_waits_for_a_full_store():
     of = ledger(0, 4, max_bytes=10, num_stores=2)
     leases = of.lease(0, 4)
     places = []
@@ -24,7 +24,7 @@ def test_a_full_store_beside_an_empty_one_takes_nothing_and_nobody_waits():
     assert of.plan(0) is not None
 
 
-def test_one_huge_group_slows_admission_down_and_never_stops_it():
+def test_one_huge_group_slows_admission_but_never_stops_it():
     of = ledger(0, 2, max_bytes=1000)
     running = []
     for size in [900] + [10] * 40:
@@ -39,7 +39,7 @@ def test_one_huge_group_slows_admission_down_and_never_stops_it():
     assert running[-10:] == [2] * 10
 
 
-def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted():
+def test_a_stored_group_is_evicted_for_a_group_that_is_due_earlier():
     of = ledger(1, 1, max_bytes=10)
     [slow, quick] = of.lease(0, 2)
     of.reserve(quick, 4)
@@ -57,13 +57,13 @@ def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted()
     assert (again.group_id, again.attempt) == (later.group_id, 1)
 
 
-def test_a_group_comes_without_a_reservation_up_to_the_last_byte_of_a_single_store():
+def test_a_group_needs_no_reservation_if_it_fits_into_the_only_store():
     of = ledger(0, 2, max_bytes=10)
     assert (of.room.fits(10), of.room.fits(11)) == (True, False)
     assert not ledger(0, 2, max_bytes=10, num_stores=2).room.fits(1)
 
 
-def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_for_room():
+def test_a_failed_reservation_shows_that_the_stores_are_too_small_for_the_batch():
     of = ledger(0, 3, max_bytes=10)
     first, second = of.lease(0, 3)[:2]  # the third group is in the same batch, but reserves no bytes yet
     of.reserve(first, 6)
@@ -75,7 +75,7 @@ def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_f
         of.reserve(second, 11)
 
 
-def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again():
+def test_lost_trajectories_dissolve_their_batch_and_are_generated_again():
     of = ledger(2, 1)
     for lease in of.lease(0, 3):
         of.put(summary_of(lease))
@@ -89,7 +89,7 @@ def test_trajectories_that_are_lost_dissolve_their_batch_and_are_generated_again
     assert len(of.step()) == 1
 
 
-def test_a_group_that_just_fits_may_begin():
+def test_a_group_that_fits_exactly_may_begin():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
     ledger.enqueue(range(2))
     [lease] = ledger.lease(0, 1)
@@ -111,7 +111,7 @@ def test_no_group_begins_while_an_unplanned_batch_fills_the_store():
 
 
 @pytest.mark.parametrize(("num_stores", "recorded"), [(1, []), (2, [Reserve])])
-def test_a_reservation_is_recorded_only_where_it_says_which_store_holds_the_group(num_stores: int, recorded: list):
+def test_a_reservation_is_recorded_only_if_there_are_several_stores(num_stores: int, recorded: list):
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=num_stores)
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
@@ -121,7 +121,7 @@ def test_a_reservation_is_recorded_only_where_it_says_which_store_holds_the_grou
     assert log == recorded
 
 
-def test_the_stored_groups_of_one_store_are_those_that_were_reserved_there():
+def test_the_ledger_lists_the_stored_groups_of_each_store():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
     ledger.enqueue(range(2))
     for lease in ledger.lease(0, 2):
@@ -131,7 +131,7 @@ def test_the_stored_groups_of_one_store_are_those_that_were_reserved_there():
     assert [ledger.groups.stored_in(store) for store in range(2)] == [[(0, 0)], [(1, 0)]]
 
 
-def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
+def test_a_lost_prefix_is_dropped_and_its_group_restarts_from_the_prompt():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
@@ -144,7 +144,7 @@ def test_a_lost_prefix_is_dropped_and_its_group_begins_afresh():
     assert (again.attempt, again.progress) == (1, None)
 
 
-def test_a_reservation_that_is_made_again_stays_in_its_store():
+def test_a_repeated_reservation_stays_in_its_store():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=4), max_bytes=1000, num_stores=2)
     ledger.enqueue(range(4))
     leases = ledger.lease(0, 4)
@@ -153,7 +153,7 @@ def test_a_reservation_that_is_made_again_stays_in_its_store():
     assert [ledger.reserve(lease, size).store for lease, size in zip(leases, sizes, strict=True)] == [0, 1, 1, 0]
 
 
-def test_a_group_without_bytes_goes_to_the_emptiest_store_too():
+def test_a_group_of_0_bytes_also_goes_to_the_emptiest_store():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
     ledger.enqueue(range(2))
     first, second = ledger.lease(0, 2)
@@ -170,7 +170,7 @@ def test_reservations_are_listed_by_store():
     assert [ledger.groups.leases.reserved_in(store) for store in (0, 1)] == [[(0, 0)], [(1, 0)]]
 
 
-def test_a_group_and_a_prefix_of_just_the_bound_fit():
+def test_a_group_or_a_prefix_of_exactly_max_bytes_fits():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
@@ -180,7 +180,7 @@ def test_a_group_and_a_prefix_of_just_the_bound_fit():
     assert ledger.groups.num_stored == 1
 
 
-def test_no_more_gives_way_than_a_group_needs():
+def test_no_more_prefixes_are_evicted_than_a_group_needs():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
     ledger.enqueue(range(3))
     first, second, third = ledger.lease(0, 3)
@@ -200,14 +200,14 @@ def test_a_stored_group_is_not_evicted_for_a_group_with_the_same_deadline():
         ledger.reserve(second, 600)
 
 
-def test_a_group_that_has_grown_may_reserve_more_in_the_place_of_what_it_reserved():
+def test_a_larger_reservation_of_a_group_replaces_its_earlier_reservation():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
     assert [ledger.reserve(lease, size) for size in (600, 900)] == [Reserved(store=0)] * 2
 
 
-def test_only_the_groups_that_are_due_first_can_be_the_ones_that_the_stores_cannot_hold():
+def test_only_the_groups_that_are_due_first_can_make_a_batch_too_large_for_the_stores():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1), max_bytes=1000)
     ledger.enqueue(range(4))
     first, second = ledger.lease(0, 2)

@@ -54,7 +54,7 @@ from tests.support.stranger import NOBODY, as_stranger, refusals
 CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
 
 
-async def test_clients_with_keys_lease_put_plan_and_fetch(tmp_path: Path):
+async def test_clients_with_keys_can_lease_put_plan_and_fetch(tmp_path: Path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         control, worker = (run.client(keys=client_keys(tmp_path, role)) for role in (CONTROLLER, ROLLOUT))
@@ -70,7 +70,7 @@ async def test_clients_with_keys_lease_put_plan_and_fetch(tmp_path: Path):
         assert group.summary == rollout(lease).summary
 
 
-async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reach_it(
+async def test_a_server_makes_missing_keys_and_announces_its_address(
     tmp_path: Path,
 ):
     config = BufferConfig(keys=str(tmp_path / "keys"), request_timeout_s=5.0)
@@ -87,7 +87,7 @@ async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reac
     assert (tmp_path / "keys" / "rollout.json").stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_role_may_not_make_the_calls_of_another_role(tmp_path: Path):
+async def test_a_role_must_not_make_the_calls_of_another_role(tmp_path: Path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         worker, control, inspector, rank = (
@@ -118,7 +118,7 @@ async def test_a_role_may_not_make_the_calls_of_another_role(tmp_path: Path):
             await rank.put(rollout(lease, num_tokens=200_000))
 
 
-async def test_a_client_with_a_key_may_send_any_number_of_whole_messages(tmp_path: Path):
+async def test_a_client_with_a_key_may_send_any_number_of_complete_messages(tmp_path: Path):
     make_keys(tmp_path)
     async with running(
         groups_per_step=1, host="127.0.0.1", keys=str(tmp_path), max_message_bytes=1 << 20, max_lag=12
@@ -138,7 +138,7 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 FRAME_AND_MORE = b"\x03" + (1 << 16).to_bytes(8, "big") + bytes(1 << 16)
 
 
-async def test_a_connection_whose_message_has_no_end_is_closed_and_others_go_on():
+async def test_a_connection_with_an_endless_message_is_closed_and_other_connections_continue():
     refused: list[str] = []
     arrived: list[bytes] = []
     after = asyncio.Event()
@@ -180,7 +180,7 @@ async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]
         await asyncio.sleep(0.01)
 
 
-async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
+async def test_the_error_for_a_message_of_another_run_names_both_runs(tmp_path: Path):
     config = BufferConfig(epoch="first", socket_folder=str(private_folder(tmp_path)), request_timeout_s=5.0)
     server = BufferServer(config, groups_per_step=1)
     worker = AnyRole(server.address, request_timeout_s=5.0)
@@ -210,7 +210,9 @@ def private_folder(tmp_path: Path) -> Path:
     return folder
 
 
-async def test_an_exception_of_any_kind_answers_its_client_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch):
+async def test_any_exception_of_the_server_answers_the_request_and_the_server_continues(
+    monkeypatch: pytest.MonkeyPatch,
+):
     async with running(groups_per_step=1) as run:
         client = run.client()
 
@@ -232,7 +234,7 @@ async def test_an_exception_of_any_kind_answers_its_client_and_the_server_goes_o
         assert run.server.counters()["failed"] >= 3
 
 
-async def test_an_answer_that_cannot_be_written_is_an_error_to_its_client(monkeypatch: pytest.MonkeyPatch):
+async def test_an_answer_that_cannot_be_encoded_is_an_error_for_its_client(monkeypatch: pytest.MonkeyPatch):
     async with running(groups_per_step=1) as run:
         client = run.client()
         monkeypatch.setattr(BufferService, "_totals", lambda service: 1 << 70)
@@ -241,7 +243,7 @@ async def test_an_answer_that_cannot_be_written_is_an_error_to_its_client(monkey
         await client.enqueue([prompt(0)])
 
 
-async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_counted(tmp_path: Path):
+async def test_clients_with_an_unknown_key_or_no_key_are_refused_and_unknown_keys_are_counted(tmp_path: Path):
     make_keys(tmp_path / "run")
     make_keys(tmp_path / "other")
     known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
@@ -254,7 +256,7 @@ async def test_an_unknown_key_and_no_key_are_refused_and_the_unknown_key_is_coun
         assert (await run.client(keys=known).stats()).learner_version == 0
 
 
-async def test_keys_are_refused_at_once_where_there_are_none_and_those_of_another_run_by_their_deadline(tmp_path: Path):
+async def test_a_server_without_keys_refuses_keys_and_keys_of_another_run_get_no_answer(tmp_path: Path):
     make_keys(tmp_path / "run")
     make_keys(tmp_path / "other")
     known, other = (client_keys(tmp_path / name, CONTROLLER) for name in ("run", "other"))
@@ -266,7 +268,7 @@ async def test_keys_are_refused_at_once_where_there_are_none_and_those_of_anothe
             await run.client(keys=other, request_timeout_s=0.3).stats()
 
 
-def test_key_files_belong_to_their_owner_only(tmp_path: Path):
+def test_key_files_must_be_private_to_their_owner(tmp_path: Path):
     make_keys(tmp_path)
     for name in ("server", "store", *BufferRole):
         assert (tmp_path / f"{name}.json").stat().st_mode & 0o777 == 0o600
@@ -292,7 +294,7 @@ def test_a_server_that_listens_on_all_addresses_needs_an_advertised_host():
         BufferConfig(host="0.0.0.0")
 
 
-async def test_clients_are_told_the_advertised_address(tmp_path):
+async def test_clients_connect_to_the_advertised_address(tmp_path):
     make_keys(tmp_path)
     server = BufferServer(
         BufferConfig(host="0.0.0.0", advertised_host="127.0.0.1", keys=str(tmp_path)), groups_per_step=1
@@ -306,7 +308,7 @@ async def test_clients_are_told_the_advertised_address(tmp_path):
         server.close()
 
 
-async def test_another_protocol_version_is_refused_by_name():
+async def test_the_error_for_another_protocol_version_names_both_versions():
     async with running() as run:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.connect(run.server.address)
@@ -321,7 +323,7 @@ async def test_another_protocol_version_is_refused_by_name():
             parse_answers([foreign])
 
 
-async def test_a_frame_over_the_limit_closes_its_connection_and_the_server_goes_on():
+async def test_a_too_large_frame_closes_its_connection_and_the_server_continues():
     async with running(max_message_bytes=10_000) as run:
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.connect(run.server.address)
@@ -331,7 +333,7 @@ async def test_a_frame_over_the_limit_closes_its_connection_and_the_server_goes_
         assert run.server.counters()["malformed"] == 0
 
 
-async def test_a_client_over_its_rate_is_told_so_and_others_are_answered():
+async def test_a_client_over_the_request_rate_gets_errors_and_other_clients_get_answers():
     async with running(max_requests_per_s=20) as run:
         greedy, modest = run.client(), run.client()
         answers = await asyncio.gather(*(greedy.stats() for _ in range(60)), return_exceptions=True)
@@ -401,7 +403,7 @@ damaged = st.tuples(st.sampled_from([kind.__struct_config__.tag for kind in OPER
 
 @settings(max_examples=500)
 @given(operation=damaged.map(lambda parts: [parts[0], *parts[1]]) | values)
-def test_no_operation_is_read_from_other_values(operation: Any):
+def test_any_values_decode_to_an_operation_or_raise_a_wire_error(operation: Any):
     request = Message(request_id=1, body=msgspec.msgpack.encode(operation))
     try:
         assert type(operation_of(request)) in OPERATIONS
@@ -411,7 +413,7 @@ def test_no_operation_is_read_from_other_values(operation: Any):
 
 @settings(max_examples=500)
 @given(frames=st.lists(st.binary(max_size=200) | values.map(msgpack.packb), max_size=4))
-def test_parsing_any_frames_gives_a_message_or_a_wire_error(frames: list[bytes]):
+def test_any_frames_parse_to_messages_or_raise_a_wire_error(frames: list[bytes]):
     try:
         _, found = parse_requests(frames)
         assert all(isinstance(request, Message) for request in found)
@@ -441,7 +443,7 @@ def test_no_request_raises_in_the_service_or_breaks_the_ledger(stream):
     asyncio.run(ask())
 
 
-async def test_a_server_that_got_garbage_from_many_sides_still_works():
+async def test_a_server_still_works_after_garbage_from_several_clients():
     async with running(groups_per_step=1) as run:
         sockets = [zmq.Context.instance().socket(zmq.DEALER) for _ in range(4)]
         for socket in sockets:
@@ -459,7 +461,7 @@ async def test_a_server_that_got_garbage_from_many_sides_still_works():
             socket.close(linger=0)
 
 
-async def test_another_user_of_the_host_opens_no_socket_of_a_buffer(tmp_path: Path):
+async def test_another_user_of_the_host_cannot_open_the_sockets_of_a_buffer(tmp_path: Path):
     """Other users cannot reach the sockets of ledger and stores, and cannot replace the sockets."""
     async with running(num_store_servers=1) as run:
         [store] = [each["address"] for each in (await run.client().inspect())["stores"]]
@@ -479,7 +481,7 @@ async def test_another_user_of_the_host_opens_no_socket_of_a_buffer(tmp_path: Pa
         assert (await run.client().stats()).learner_version == 0
 
 
-async def test_a_buffer_listens_in_no_folder_that_another_user_could_have_made(tmp_path: Path):
+async def test_a_buffer_refuses_a_socket_folder_that_another_user_could_have_made(tmp_path: Path):
     folder = tmp_path / "sockets"
     folder.mkdir()
     folder.chmod(0o777)
@@ -496,14 +498,14 @@ def is_there(path: str) -> bool:
     return os.path.lexists(path)
 
 
-async def test_the_folder_of_the_sockets_is_gone_with_its_server():
+async def test_a_server_removes_its_socket_folder_at_its_end():
     async with running() as run:
         folder = folder_of(run.server.address)
         assert stat.S_IMODE(os.lstat(folder).st_mode) == 0o700
     assert not is_there(folder)
 
 
-def test_the_folder_of_the_sockets_of_a_server_process_is_gone_with_it_though_it_was_killed(tmp_path: Path):
+def test_the_socket_folder_of_a_killed_server_process_is_removed(tmp_path: Path):
     with BufferProcess(BufferConfig(), groups_per_step=1, log_path=tmp_path / "log") as process:
         folder = Path(folder_of(process.address))
         assert folder.is_dir()
@@ -511,7 +513,7 @@ def test_the_folder_of_the_sockets_of_a_server_process_is_gone_with_it_though_it
     assert not folder.exists()
 
 
-def test_the_path_of_a_socket_fits_however_long_the_temporary_folder_is_called(tmp_path: Path, monkeypatch):
+def test_the_path_of_a_socket_is_short_even_if_the_temporary_folder_has_a_long_name(tmp_path: Path, monkeypatch):
     long = tmp_path / ("x" * 120)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -525,7 +527,7 @@ def test_keys_of_another_user_are_not_read(tmp_path: Path):
     try:
         os.chown(tmp_path / "rollout.json", NOBODY, NOBODY)
     except PermissionError:
-        pytest.skip("only root may give a file away")
+        pytest.skip("only root can change the owner of a file")
     with pytest.raises(ValueError, match=f"got user {NOBODY}"):
         client_keys(tmp_path, ROLLOUT)
 
@@ -540,7 +542,7 @@ sys.stdin.read()
 """
 
 
-def test_connections_beyond_the_limit_of_open_files_cost_the_server_no_core(tmp_path: Path):
+def test_connections_beyond_the_limit_of_open_files_do_not_occupy_a_cpu_core(tmp_path: Path):
     """Many connections without keys are open on the server's port. A client of the run still gets answers."""
     config = BufferConfig(host="127.0.0.1", keys=str(tmp_path / "keys"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -31,7 +31,7 @@ from tests.support.ledgers import ledger, summary_of
         ({6: 4}, 6, 5, False),
     ],
 )
-def test_a_group_is_admitted_where_every_step_up_to_the_bound_has_a_seat_for_what_is_due(
+def test_a_group_is_admitted_only_if_all_groups_can_meet_their_deadlines(
     open_by_deadline, planned_next, engine, admitted
 ):
     rule = StalenessRule(max_lag=1, groups_per_step=4)
@@ -48,7 +48,7 @@ def is_feasible(open_by_deadline: Mapping[int, int], *, version: int, groups_per
 
 
 @pytest.mark.parametrize(("max_lag", "groups_per_step"), [(0, 1), (0, 3), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1)])
-def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, groups_per_step: int):
+def test_admission_refuses_a_group_exactly_if_a_deadline_would_be_missed(max_lag: int, groups_per_step: int):
     rule = StalenessRule(max_lag=max_lag, groups_per_step=groups_per_step)
     num_compared = 0
     for counts in product(range((max_lag + 1) * groups_per_step + 1), repeat=max_lag + 1):
@@ -64,7 +64,7 @@ def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, grou
     assert num_compared > 5
 
 
-def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
+def test_a_batch_must_contain_the_groups_that_later_steps_cannot_take():
     rule = StalenessRule(max_lag=2, groups_per_step=3)
     # By versions 10, 11 and 12, the number of due groups is 2, 5 and 9. Each step after step 10 takes 3 groups.
     assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
@@ -72,7 +72,7 @@ def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
     assert rule.required({10: 2, 11: 5}, version=10) == [2, 4, 1]
 
 
-def test_a_window_closes_when_the_seats_left_are_needed():
+def test_a_window_closes_when_its_remaining_places_are_needed_for_due_groups():
     window = Window([1, 1, 0], 2)
     assert window.last == 3
     window.take(2)
@@ -90,7 +90,7 @@ def test_a_window_closes_when_the_seats_left_are_needed():
         ("shortest_first", [1, 4]),
     ],
 )
-def test_each_order_takes_the_groups_it_prefers(order, expected):
+def test_each_order_plans_the_groups_that_it_prefers(order, expected):
     of = ledger(3, 2, order=order)
     old = of.lease(0, 4, now=0.0)
     of.put(summary_of(old[2]))
@@ -102,7 +102,7 @@ def test_each_order_takes_the_groups_it_prefers(order, expected):
     assert of.step() == expected
 
 
-def test_ready_groups_overtake_slow_ones_inside_the_window():
+def test_finished_groups_overtake_slow_groups_within_their_deadlines():
     of = ledger(2, 1)
     slow, quick = of.lease(0, 1, now=0.0), of.lease(0, 2, now=0.0)
     for lease in quick:
@@ -115,7 +115,7 @@ def test_ready_groups_overtake_slow_ones_inside_the_window():
 
 
 @pytest.mark.parametrize("order", [*ORDERS.names(), "tests.support.orders_of_mine:by_group"])
-def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
+def test_every_order_puts_a_group_that_is_due_into_the_batch(order):
     of = ledger(1, 1, order=order)
     [old, other] = of.lease(0, 2, now=0.0)
     of.put(summary_of(other))
@@ -125,7 +125,7 @@ def test_a_group_due_now_is_in_the_batch_whatever_the_order(order):
     assert of.step() == [0]
 
 
-def test_the_order_of_reward_spread_takes_the_largest_variance_first_and_unscored_groups_last():
+def test_the_reward_spread_order_takes_large_variances_first_and_unscored_groups_last():
     of = ledger(3, 1, order="reward_spread")
     rewards = ((1.0, 1.0), (0.0, 1.0), (float("nan"), 1.0), (0.0, 3.0))
     for lease, own in zip(of.lease(0, 4), rewards, strict=True):
@@ -133,7 +133,7 @@ def test_the_order_of_reward_spread_takes_the_largest_variance_first_and_unscore
     assert [of.step() for _ in rewards] == [[3], [1], [0], [2]]
 
 
-def test_an_order_and_a_filter_of_ones_own_are_found_in_a_file(tmp_path):
+def test_a_users_order_and_filter_are_loaded_from_a_file(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
         "def last_first(summary, deadline):\n    return -summary.group_id\n"
@@ -148,7 +148,7 @@ def test_an_order_and_a_filter_of_ones_own_are_found_in_a_file(tmp_path):
     assert of.step() == [last.group_id]
 
 
-def test_an_order_of_ones_own_is_found_by_its_path():
+def test_a_users_order_is_imported_by_its_module_path():
     of = ledger(1, 1, order="tests.support.orders_of_mine:longest_first")
     short, long = of.lease(0, 2, now=0.0)
     of.put(summary_of(short, lengths=(3,)))
@@ -156,7 +156,7 @@ def test_an_order_of_ones_own_is_found_by_its_path():
     assert of.step() == [long.group_id]
 
 
-def test_a_filter_of_ones_own_drops_under_its_path():
+def test_groups_that_a_users_filter_drops_are_counted_under_its_path():
     name = "tests.support.orders_of_mine:only_even_groups"
     of = ledger(0, 1, filters=[name])
     of.put(summary_of(of.lease(0, 1, now=0.0)[0]))
@@ -177,7 +177,7 @@ def test_a_filter_of_ones_own_drops_under_its_path():
         ({"order": "tests.support.orders_of_mine:no_number"}, "buffer.order must return a number, got nan"),
     ],
 )
-def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options, message):
+def test_an_error_in_a_users_order_or_filter_fails_the_put_and_changes_nothing(options, message):
     of = ledger(0, 1, **options)
     [lease] = of.lease(0, 1, now=0.0)
     before = of.snapshot()
@@ -187,12 +187,12 @@ def test_code_of_ones_own_that_fails_answers_the_put_and_changes_nothing(options
 
 
 @pytest.mark.parametrize(("length", "kept"), [(0, PutResult.filtered), (1, PutResult.stored)])
-def test_a_group_in_which_the_policy_wrote_nothing_is_filtered(length: int, kept: PutResult):
+def test_the_no_tokens_filter_drops_only_groups_without_sampled_tokens(length: int, kept: PutResult):
     of = ledger(0, 1, filters=["no_tokens"])
     assert of.put(summary_of(of.lease(0, 1)[0], lengths=(length,))) is kept
 
 
-def test_the_budget_is_how_many_are_admitted_one_after_another():
+def test_the_budget_equals_the_number_of_groups_that_can_be_admitted():
     rule = StalenessRule(max_lag=2, groups_per_step=2)
     for due in ((0, 0, 0), (1, 0, 0), (2, 1, 0), (0, 3, 2), (2, 2, 2), (0, 0, 5)):
         for engine_version in (0, 1, 2, 3):

@@ -55,7 +55,7 @@ async def test_a_group_goes_from_prompt_to_commit_and_its_arrays_arrive_unchange
         assert stats.groups == {"queued": 2, "leased": 0, "stored": 0, "planned": 0, "consumed": 2, "dropped": 0}
 
 
-async def test_a_fetch_is_cut_into_requests_small_at_both_ends_whose_replies_leave_one_by_one(monkeypatch):
+async def test_a_fetch_is_split_into_small_requests_whose_replies_are_sent_one_by_one(monkeypatch):
     events: list[str] = []
     look_up, frames = PayloadStore.trajectories, ServerSocket._frames
 
@@ -84,7 +84,7 @@ async def test_a_fetch_is_cut_into_requests_small_at_both_ends_whose_replies_lea
         assert events == ["looked up"] * 8 + ["sent"]
 
 
-async def test_with_max_lag_zero_nothing_is_leased_between_plan_and_commit_and_commit_wakes_the_worker():
+async def test_with_max_lag_0_no_group_is_leased_between_plan_and_commit():
     async with running(max_lag=0, request_timeout_s=1.0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(4)])
@@ -99,7 +99,7 @@ async def test_with_max_lag_zero_nothing_is_leased_between_plan_and_commit_and_c
         assert [group.oldest_version for group in (await ahead).groups] == [1, 1]
 
 
-async def test_admission_is_shared_between_waiting_workers():
+async def test_waiting_workers_share_the_groups_that_may_begin():
     async with running(groups_per_step=4, max_lag=0) as run:
         workers, control = [run.client(), run.client()], run.client()
         waits = [asyncio.ensure_future(worker.lease(0, 4)) for worker in workers]
@@ -121,7 +121,7 @@ async def test_a_put_sent_twice_is_stored_once_and_acknowledged_twice():
         assert stats.puts_refused == {"duplicate": 1}
 
 
-async def test_an_expired_lease_is_leased_again_and_the_late_put_counts_once():
+async def test_a_group_whose_lease_expired_is_leased_again_and_its_late_put_counts_once():
     async with running(lease_s=0.2) as run:
         late, other = run.client(), run.client()
         await late.enqueue([prompt(0)])
@@ -149,7 +149,7 @@ async def test_a_renewed_lease_does_not_expire():
         await worker.put(rollout(leases[0]))
 
 
-async def test_a_trajectory_older_than_its_lease_is_refused_and_its_prompt_leased_again():
+async def test_a_trajectory_older_than_its_lease_is_refused_and_its_prompt_is_leased_again():
     async with running(max_lag=3) as run:
         worker = run.client()
         await worker.enqueue([prompt(i) for i in range(5)])
@@ -164,7 +164,7 @@ async def test_a_trajectory_older_than_its_lease_is_refused_and_its_prompt_lease
         assert (again.prompt.group_id, again.attempt) == (lease.prompt.group_id, 1)
 
 
-async def test_enqueue_waits_while_the_queue_is_full_and_a_lease_wakes_it():
+async def test_enqueue_waits_while_the_queue_is_full_until_a_group_is_leased():
     async with running(queue_size=2, groups_per_step=4) as run:
         control, worker = run.client(), run.client()
         wait = asyncio.ensure_future(control.enqueue([prompt(i) for i in range(5)]))
@@ -175,7 +175,7 @@ async def test_enqueue_waits_while_the_queue_is_full_and_a_lease_wakes_it():
 
 
 @pytest.mark.long
-async def test_thousands_of_prompts_and_groups_pass_in_one_call():
+async def test_one_call_can_transfer_thousands_of_prompts_or_groups():
     number = 5000
     async with running(groups_per_step=number, max_lag=0, queue_size=number) as run:
         client = run.client(window=64, request_timeout_s=20.0)
@@ -187,7 +187,7 @@ async def test_thousands_of_prompts_and_groups_pass_in_one_call():
         assert [group.group_id for group in await client.fetch(ids)] == ids
 
 
-async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
+async def test_a_running_group_is_requeued_at_its_deadline_and_its_worker_is_notified():
     async with running(groups_per_step=1, max_lag=1, on_stale=OnStale.requeue) as run:
         slow, fast, control = run.client(), run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(5)])
@@ -208,7 +208,7 @@ async def test_a_straggler_at_its_deadline_is_requeued_and_its_worker_told():
         assert (again.prompt.group_id, again.attempt) == (straggler.prompt.group_id, 1)
 
 
-async def test_another_worker_continues_what_a_dead_one_saved():
+async def test_another_worker_continues_the_saved_prefix_of_a_dead_worker():
     async with running(lease_s=0.3) as run:
         dead, other = run.client(), run.client()
         await dead.enqueue([prompt(0)])
@@ -225,7 +225,7 @@ async def test_another_worker_continues_what_a_dead_one_saved():
         assert (stats.tokens_buffered, stats.tokens_dropped) == (9, {"expired": 2})
 
 
-async def test_a_cancelled_lease_gives_back_what_was_granted():
+async def test_a_cancelled_lease_request_leases_no_group():
     async with running() as run:
         worker, control = run.client(), run.client()
         wait = asyncio.ensure_future(worker.lease(0, 2))
@@ -239,7 +239,7 @@ async def test_a_cancelled_lease_gives_back_what_was_granted():
         assert len(await control.lease(0, 1)) == 1
 
 
-async def test_errors_reach_the_client_by_their_names():
+async def test_the_servers_errors_reach_the_client_with_type_and_message():
     async with running() as run:
         client = run.client()
         with pytest.raises(UnknownGroup, match="group 9"):
@@ -252,7 +252,7 @@ async def test_errors_reach_the_client_by_their_names():
             await client.commit(0)
 
 
-async def test_a_call_without_a_server_ends_at_its_deadline_and_names_call_and_address():
+async def test_the_deadline_error_of_a_call_without_a_server_names_call_and_address():
     client = AnyRole("tcp://127.0.0.1:1", request_timeout_s=0.2)
     with pytest.raises(DeadlineError, match=r"buffer.stats: no answer from tcp://127.0.0.1:1 within 0.2 s"):
         await client.stats()
@@ -274,7 +274,7 @@ async def test_closing_a_client_ends_its_waiting_calls():
                 await asyncio.wait_for(wait, 30)
 
 
-async def test_a_full_store_refuses_leases_until_a_batch_leaves():
+async def test_a_full_store_delays_leases_until_a_batch_is_committed():
     async with running(groups_per_step=2, max_lag=3, max_stored_bytes=20_000) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(20)])
@@ -291,7 +291,7 @@ async def test_a_full_store_refuses_leases_until_a_batch_leaves():
         assert (await control.stats()).stored_bytes <= 20_000
 
 
-def test_the_server_process_announces_itself_and_ends_on_sigterm(tmp_path: Path):
+def test_the_server_process_announces_its_address_and_ends_on_sigterm(tmp_path: Path):
     with BufferProcess(BufferConfig(), groups_per_step=2, log_path=tmp_path / "log") as process:
         assert process.address.startswith("ipc://")
         rank = SyncBufferClient(BufferClient(process.address, request_timeout_s=5.0))
@@ -301,7 +301,7 @@ def test_the_server_process_announces_itself_and_ends_on_sigterm(tmp_path: Path)
         assert process.process.returncode == 0
 
 
-async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_wait_for_ever():
+async def test_a_plan_fails_if_the_store_is_too_small_for_a_batch():
     async with running(groups_per_step=4, max_lag=0, max_stored_bytes=600, request_timeout_s=2.0) as run:
         worker, control = run.client(), run.client()
         await control.enqueue([prompt(i) for i in range(8)])
@@ -316,7 +316,7 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         put.cancel()
 
 
-def test_the_services_of_the_two_servers_hold_the_handler_of_every_operation():
+def test_the_two_services_have_a_handler_for_every_operation():
     modules = [importlib.import_module(f"buffer.{found.name}") for found in pkgutil.iter_modules(buffer.__path__)]
     handlers = {
         module.__name__: handlers_of([kind for kind in vars(module).values() if is_class_of(module, kind)])

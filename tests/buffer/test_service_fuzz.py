@@ -25,11 +25,11 @@ from tests.support.mortal_buffer import ManualClock, MortalServer, MortalWrites,
 CONTROLLER = b"controller"
 LEASE_S = 10.0
 STEP_S = 0.4
-"""Seconds by which the clock advances at once. The service treats a longer gap as a stall of its loop."""
+"""Largest step of the clock in seconds. The service treats a longer step as a stall of its event loop."""
 MAX_GROUP_BYTES = 60
 NUM_EVENTS = 300
 HELD = "StoreFull"
-"""The reply after which a worker keeps its lease and sends again."""
+"""The reply after which a worker keeps its lease and repeats its request later."""
 ENDED = ("ok", "LeaseExpired", "VersionTooOld", "UnknownGroup")
 """The replies after which a worker forgets its lease."""
 
@@ -538,11 +538,11 @@ def check_lives(seeds: range, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_account_of_the_service_balances_and_nothing_stands_still_in_any_life(tmp_path: Path):
+def test_the_account_balances_and_training_continues_in_hundreds_of_random_lives(tmp_path: Path):
     check_lives(range(220), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_account_of_the_service_balances_in_thousands_of_lives(tmp_path: Path):
+def test_the_account_balances_and_training_continues_in_thousands_of_random_lives(tmp_path: Path):
     check_lives(range(1000, 5000), tmp_path)

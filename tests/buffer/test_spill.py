@@ -93,7 +93,7 @@ async def assert_fetched_as_put(control, learner, put):
 
 @pytest.mark.parametrize("tokens", [TOKENS, TOKENS // 8], ids=["large", "small"])
 @pytest.mark.parametrize("changes", [{}, {"num_store_servers": 1}], ids=["ledger", "store"])
-async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were_put(tmp_path, changes, tokens):
+async def test_memory_stays_within_the_bound_and_fetched_groups_are_unchanged(tmp_path, changes, tokens):
     bound = NUM_GROUPS * tokens * 3
     with serving(tmp_path, max_memory_bytes=bound, **changes) as connection:
         async with clients(connection) as (control, worker, learner):
@@ -118,7 +118,7 @@ async def disk_bytes_become(control, expected) -> int:
     return on_disk
 
 
-async def test_the_statistics_show_what_store_servers_have_on_disk(tmp_path):
+async def test_the_statistics_show_the_bytes_of_store_servers_on_disk(tmp_path):
     with serving(tmp_path, max_lag=1, max_memory_bytes=1, num_store_servers=2) as connection:
         async with clients(connection) as (control, worker, _):
             await put_groups(control, worker, TOKENS // 8)
@@ -138,7 +138,7 @@ async def test_the_statistics_show_what_store_servers_have_on_disk(tmp_path):
             await disk_bytes_become(control, lambda on_disk: on_disk == 0)
 
 
-async def test_a_killed_server_and_the_next_one_keep_the_bound(tmp_path):
+async def test_a_restarted_server_keeps_the_bound_on_memory(tmp_path):
     with serving(tmp_path) as connection:
         async with clients(connection) as (control, worker, _):
             empty = memory()
@@ -194,7 +194,7 @@ async def written(journal: Journal, frames) -> FramesOnDisk:
     return await done
 
 
-async def test_frames_on_disk_follow_the_journal_to_new_files_and_to_a_new_server(tmp_path):
+async def test_frames_on_disk_are_found_after_a_compaction_and_after_a_restart(tmp_path):
     journal = Journal(tmp_path / "journal")
     kept = {key: await written(journal, [b"%d" % key * 1000, b"", b"end"]) for key in range(3)}
     journal.note({("payload", key): frames for key, frames in kept.items()})
@@ -214,7 +214,7 @@ async def test_frames_on_disk_follow_the_journal_to_new_files_and_to_a_new_serve
 async def test_frames_that_are_written_while_a_compaction_begins_are_found_in_the_new_file(tmp_path):
     journal, done = Journal(tmp_path / "journal"), asyncio.get_running_loop().create_future()
     journal.keep([b"x" * 50_000_000], done.set_result)
-    await asyncio.sleep(0)  # the thread begins
+    await asyncio.sleep(0)  # let the writing thread begin
     assert journal._writing
     journal.compact(None, [])
     kept = await done
@@ -227,7 +227,7 @@ async def test_frames_that_are_written_while_a_compaction_begins_are_found_in_th
     found.close()
 
 
-async def test_a_compaction_has_one_payload_on_disk_in_memory_at_a_time(tmp_path):
+async def test_a_compaction_reads_only_one_payload_into_memory_at_a_time(tmp_path):
     journal, size = Journal(tmp_path / "journal"), 2_000_000
     kept = {key: await written(journal, [bytes([key]) * size]) for key in range(20)}
     journal.note({("payload", key): frames for key, frames in kept.items()})

@@ -43,7 +43,7 @@ class Hosts:
         return self.run.client(host=host, **options)
 
     async def held_by(self, host: str) -> dict[int, set[int]]:
-        """Return which of the groups 0 to 7 a host's store holds, with the attempts of each group."""
+        """Return a dict from each group of 0 to 7 in a host's store to the group's attempts there."""
         link = self.control.store_link(self.stores[host].address)
         held: dict[int, set[int]] = {}
         for group_id, attempt in product(range(8), range(3)):
@@ -85,7 +85,7 @@ async def hosts(*names: str, groups_per_step: int = 2, **options) -> AsyncIterat
                 close(store)
 
 
-async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_them_at_once():
+async def test_a_group_stays_on_the_host_of_its_worker_until_its_batch_is_committed():
     async with hosts("a", "b", groups_per_step=4) as of:
         a, b = of.worker("a"), of.worker("b")
         await of.control.enqueue([prompt(i) for i in range(4)])
@@ -112,7 +112,7 @@ async def test_a_group_goes_to_another_store_if_the_store_of_its_host_is_full():
         assert (len(await of.held_by("a")), len(await of.held_by("b"))) == (1, 1)
 
 
-async def test_a_host_is_asked_for_a_store_when_its_first_worker_enters():
+async def test_a_store_is_requested_for_a_host_when_its_first_worker_enters():
     async with hosts() as of:
         waiting = asyncio.ensure_future(of.control.store_wanted(()))
         await of.control.stats()
@@ -138,7 +138,7 @@ async def test_a_put_waits_until_a_store_has_joined():
         assert set(await of.held_by("a")) == {0}
 
 
-async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counted_and_its_host_goes_on():
+async def test_the_groups_of_a_lost_store_are_generated_again_and_its_workers_use_other_stores():
     async with hosts("a", "b", max_lag=2) as of:
         a, b = of.worker("a"), of.worker("b")
         await of.control.enqueue([prompt(i) for i in range(4)])
@@ -157,7 +157,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert (again.prompt.group_id, again.attempt) == (2, 1)
         await a.put(rollout(again))
         assert set(await of.held_by("b")) == {2, 3}
-        assert (await of.control.commit(0)).tokens_trained == 10, "a batch that the ranks have fetched must count"
+        assert (await of.control.commit(0)).tokens_trained == 10, "a fetched batch must count as trained"
 
 
 async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_other_groups():
@@ -190,7 +190,7 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
         assert (stats.tokens_trained, stats.tokens_dropped) == (20, {"store_lost": 5})
 
 
-async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
+async def test_if_a_store_with_groups_of_two_batches_dies_each_batch_is_planned_once_more():
     """Two batches are planned. Each batch has one group in a store that then dies.
 
     The learner reports only the missing group of the first batch.
@@ -228,7 +228,7 @@ async def test_a_put_goes_to_another_store_if_its_store_is_dropped_during_the_tr
         assert set(await of.held_by("b")) == {0}
 
 
-async def test_a_put_to_a_store_that_does_not_answer_and_is_not_gone_ends_at_its_deadline():
+async def test_a_put_to_a_store_that_does_not_answer_ends_at_its_deadline():
     async with hosts("a") as of:
         a = of.worker("a", request_timeout_s=0.3)
         await of.control.enqueue([prompt(0)])
@@ -252,7 +252,7 @@ def hold_payloads(worker: AnyRole, monkeypatch, *, before: Step = _go_on, after:
     monkeypatch.setattr(worker.connection, "call_with_payload", call_with_payload)
 
 
-async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_sent_again(monkeypatch):
+async def test_a_worker_sends_a_payload_again_if_the_store_lost_it_before_the_put_is_reported(monkeypatch):
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
@@ -277,7 +277,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 
 @asynccontextmanager
 async def put_while_its_store_restarts(monkeypatch, when: str):
-    """Put a group while its store restarts: ``before`` or ``after`` the transfer of the payload.
+    """Put a group. Its store restarts at the moment ``when``: ``before`` or ``after`` the transfer of the payload.
 
     The put is reported to the ledger first. Then the restarted store reports which groups it lacks.
     """
@@ -306,7 +306,7 @@ async def put_while_its_store_restarts(monkeypatch, when: str):
         yield of, a
 
 
-async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
+async def test_a_payload_that_arrives_while_its_store_lists_its_groups_does_not_count_as_lost(monkeypatch):
     async with put_while_its_store_restarts(monkeypatch, "before") as (of, _):
         for _ in range(10):
             await of.control.stats()
@@ -315,7 +315,7 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
         assert (group.group_id, group.attempt) == (0, 0)
 
 
-async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(monkeypatch):
+async def test_a_payload_that_is_lost_while_its_put_is_reported_is_generated_again(monkeypatch):
     async with put_while_its_store_restarts(monkeypatch, "after") as (of, a):
         [again] = await asyncio.wait_for(a.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
@@ -354,7 +354,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            await a.connection.close()  # the worker sends no message about its end
+            await a.connection.close()  # the worker does not tell the server that it ends
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":
@@ -371,7 +371,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         assert [group.attempt for group in await of.control.fetch([0])] == [1]
 
 
-async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
+async def test_a_store_drops_the_payload_of_an_ended_attempt_that_it_reported_as_missing():
     """During the transfer of a payload, the store reports to the ledger that it lacks the payload.
 
     Then the worker becomes silent, and its attempt ends.
@@ -387,7 +387,7 @@ async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
         assert (await of.held_by("a"))[0] == {1}
 
 
-async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
+async def test_a_store_discards_a_payload_that_arrives_after_its_attempt_ended():
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")
         await of.control.enqueue([prompt(0)])
@@ -440,7 +440,7 @@ async def test_a_restarted_store_learns_which_attempts_have_ended(monkeypatch, t
         assert (await of.held_by("a")).keys() == {0}, "the stored attempt must stay"
 
 
-async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attempts():
+async def test_a_requeued_group_accepts_no_payload_of_its_earlier_attempts():
     async with hosts("a", groups_per_step=1, max_lag=2) as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
@@ -479,7 +479,7 @@ async def test_a_fetch_refuses_a_payload_that_was_changed_after_its_digest_was_c
             await of.control.fetch([0])
 
 
-async def test_a_ledger_that_is_started_again_knows_its_stores_and_those_that_are_gone(tmp_path: Path):
+async def test_a_restarted_ledger_knows_its_stores_and_its_lost_stores(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "epoch": "run"}
     stores: dict[str, StoreServer] = {}
     async with hosts("a", "b", **options) as of:
@@ -500,7 +500,7 @@ async def test_a_ledger_that_is_started_again_knows_its_stores_and_those_that_ar
             close(store)
 
 
-async def test_stores_join_only_where_the_buffer_is_made_for_them():
+async def test_stores_can_join_only_if_the_buffer_has_stores_on_hosts():
     async with running() as run:
         with pytest.raises(ReplayBufferError, match=r"set buffer\.stores_on=hosts"):
             await run.client().add_store("tcp://127.0.0.1:1", "a")
@@ -508,7 +508,7 @@ async def test_stores_join_only_where_the_buffer_is_made_for_them():
         BufferConfig(**ON_HOSTS, num_store_servers=1)
 
 
-async def test_store_servers_have_keys_of_their_own_and_the_ledgers_secret_stays_with_it(tmp_path: Path):
+async def test_a_store_server_works_without_the_secret_key_of_the_ledger(tmp_path: Path):
     make_keys(tmp_path / "all")
     there = tmp_path / "host"
     there.mkdir(mode=0o700)
@@ -532,7 +532,7 @@ async def test_store_servers_have_keys_of_their_own_and_the_ledgers_secret_stays
         store.close()
 
 
-async def test_a_ledger_that_is_started_again_after_the_learner_went_back_knows_its_stores(tmp_path: Path):
+async def test_a_ledger_that_restarts_after_a_rewind_has_the_same_groups(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "epoch": "run", "max_lag": 2}
     async with hosts("a", **options) as of:
         a = of.worker("a")

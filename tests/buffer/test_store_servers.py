@@ -24,7 +24,7 @@ from buffer.store_servers import StoreService, number_of
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
-async def test_payloads_spread_over_store_servers_come_back_in_order_and_leave_with_their_batch():
+async def test_payloads_on_store_servers_are_fetched_in_order_and_removed_with_their_batch():
     async with running(groups_per_step=6, max_lag=0, num_store_servers=2) as run:
         client = run.client()
         await client.enqueue([prompt(i) for i in range(6)])
@@ -55,7 +55,7 @@ async def test_a_late_put_does_not_replace_the_payload_of_the_newer_attempt():
         assert (group.attempt, group.summary.num_tokens) == (1, 9)
 
 
-async def test_store_servers_end_with_the_ledgers_server(tmp_path: Path):
+async def test_store_servers_end_when_the_ledgers_server_ends(tmp_path: Path):
     config = BufferConfig(num_store_servers=2)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
         client = AnyRole(process.address, request_timeout_s=5.0)
@@ -83,7 +83,7 @@ async def put_one(client: AnyRole) -> None:
     await client.put(rollout(lease))
 
 
-async def test_a_dead_store_server_that_may_not_be_restarted_ends_the_ledgers_server_which_says_what_is_lost(tmp_path):
+async def test_the_ledgers_server_ends_with_an_error_if_a_store_server_dies_without_restarts(tmp_path):
     config = BufferConfig(num_store_servers=2, restarts=0)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
         client = AnyRole(process.address, request_timeout_s=5.0)
@@ -96,7 +96,7 @@ async def test_a_dead_store_server_that_may_not_be_restarted_ends_the_ledgers_se
         await client.close()
 
 
-async def test_the_groups_of_a_store_server_in_memory_that_died_are_generated_again_and_counted():
+async def test_groups_of_a_dead_store_server_without_a_journal_are_generated_again():
     async with running(groups_per_step=2, max_lag=1, num_store_servers=1, request_timeout_s=20.0) as run:
         client = run.client(request_timeout_s=20.0)
         await client.enqueue([prompt(i) for i in range(4)])
@@ -111,13 +111,13 @@ async def test_the_groups_of_a_store_server_in_memory_that_died_are_generated_ag
         assert (await client.stats()).tokens_dropped == {"store_lost": 5}
         with pytest.raises(UnknownGroup, match=r"no trajectories of group 0 attempt 0"):
             await client.fetch([0, 1])
-        assert (await client.commit(0)).tokens_trained == 10, "a batch that the ranks have fetched must count"
+        assert (await client.commit(0)).tokens_trained == 10, "a fetched batch must count as trained"
         for lease in (again, fourth):
             await client.put(rollout(lease, num_tokens=100_000))
         assert [group.group_id for group in await client.fetch([2, 3])] == [2, 3]
 
 
-async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_new_plan_of_each():
+async def test_if_a_store_server_restarts_empty_its_uncommitted_batch_is_planned_once_more():
     options = {"groups_per_step": 2, "max_lag": 3, "num_store_servers": 1, "request_timeout_s": 20.0}
     async with running(**options) as run:
         client = run.client(request_timeout_s=20.0)
@@ -142,7 +142,7 @@ async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_
         assert [group.group_id for group in await client.fetch(planned)] == planned
 
 
-async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payloads_are_there(tmp_path: Path):
+async def test_a_store_server_on_disk_restarts_with_its_payloads(tmp_path: Path):
     config = BufferConfig(num_store_servers=2, durability=Durability.disk, directory=str(tmp_path))
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
         client = AnyRole(process.address, request_timeout_s=20.0)
@@ -157,7 +157,7 @@ async def test_a_store_server_on_disk_is_started_again_where_it_was_and_its_payl
         await client.close()
 
 
-async def test_the_ledger_goes_on_while_a_store_server_is_started_again(tmp_path: Path, monkeypatch):
+async def test_the_ledger_answers_requests_while_a_store_server_restarts(tmp_path: Path, monkeypatch):
     options = {"num_store_servers": 1, "durability": Durability.disk, "directory": str(tmp_path)}
     starting, may_start = threading.Event(), threading.Event()
     read_address = BufferProcess.read_address
@@ -180,7 +180,7 @@ async def test_the_ledger_goes_on_while_a_store_server_is_started_again(tmp_path
         assert [group.group_id for group in await client.fetch([0])] == [0]
 
 
-async def test_what_a_store_server_lost_is_generated_again_and_counted(tmp_path: Path, monkeypatch):
+async def test_groups_that_a_store_server_lost_are_counted_and_generated_again(tmp_path: Path, monkeypatch):
     options = {"num_store_servers": 1, "durability": Durability.disk, "directory": str(tmp_path), "max_lag": 0}
     options["request_timeout_s"] = 40.0
     launch = BufferSupervisor._launch
@@ -211,7 +211,7 @@ def pid_listening_at(address: str) -> int:
     return next(c.pid for c in psutil.net_connections("unix") if c.laddr == path and c.pid is not None)
 
 
-async def test_the_ledger_acknowledges_repeated_and_refuses_late_puts_for_a_trained_group():
+async def test_for_a_trained_group_repeated_puts_are_acknowledged_and_late_puts_are_refused():
     async with running(groups_per_step=1, lease_s=0.8, num_store_servers=1) as run:
         late, other = run.client(), run.client()
         await late.enqueue([prompt(0)])
@@ -228,7 +228,7 @@ async def test_the_ledger_acknowledges_repeated_and_refuses_late_puts_for_a_trai
         assert stats.stored_bytes == 0
 
 
-async def test_a_restarted_store_has_the_payloads_of_its_own_epoch_and_no_others(tmp_path: Path):
+async def test_a_restarted_store_has_only_the_payloads_of_its_own_epoch(tmp_path: Path):
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path), epoch="first")
     held = {"first": b"of the first life", "second": b"of the second life"}
     for epoch, payload in held.items():
@@ -245,7 +245,7 @@ async def test_a_restarted_store_has_the_payloads_of_its_own_epoch_and_no_others
             server.close()
 
 
-async def test_a_group_that_is_removed_just_after_the_request_for_a_checkpoint_is_in_its_files(tmp_path: Path):
+async def test_a_checkpoint_contains_a_group_that_is_removed_after_the_checkpoint_was_requested(tmp_path: Path):
     replies: asyncio.Queue[Message] = asyncio.Queue()
     service = StoreService(BufferConfig(), send=lambda client, message: replies.put_nowait(message))
 

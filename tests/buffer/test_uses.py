@@ -25,7 +25,7 @@ def generate(of: DrivenLedger, number: int, *, behind: int = 0) -> list[int]:
     return [lease.group_id for lease in leases]
 
 
-def test_a_group_trains_again_where_new_groups_are_missing():
+def test_a_group_trains_again_if_there_are_too_few_new_groups():
     of = using(max_lag=2, size=2, max_uses=3)
     assert generate(of, 2) == [0, 1]
     steps = [of.step() for _ in range(3)]
@@ -36,14 +36,14 @@ def test_a_group_trains_again_where_new_groups_are_missing():
     assert (stats.groups["consumed"], stats.groups_reused, stats.lag_histogram) == (2, 4, {0: 2, 1: 2, 2: 2})
 
 
-def test_new_groups_that_fill_the_bound_leave_no_place_for_a_further_use():
+def test_no_group_is_used_again_if_new_groups_fill_the_bound():
     of = using(max_lag=1, size=2, max_uses=2)
     generate(of, 4)
     assert of.step() == [0, 1]
     assert [group.group_id for group in of.groups.of_state(GroupState.stored)] == [2, 3]
 
 
-def test_a_further_use_has_the_deadline_of_the_first_one():
+def test_a_further_use_has_the_deadline_of_the_first_use():
     of = using(max_lag=2, size=1, max_uses=3)
     generate(of, 1)
     of.step()
@@ -52,7 +52,7 @@ def test_a_further_use_has_the_deadline_of_the_first_one():
     assert of.plan(1).groups[0].num_uses == 1
 
 
-def test_with_one_use_a_committed_group_leaves():
+def test_with_max_uses_1_a_committed_group_leaves_the_buffer():
     of = ledger(max_lag=2, groups_per_step=1)
     generate(of, 1)
     of.step()
@@ -70,7 +70,7 @@ def test_a_lost_group_that_was_used_is_neither_dropped_nor_generated_again():
     assert of.attempts.drain_finished() == [0], "the buffer must forget the group's prompt"
 
 
-def test_a_used_group_gives_way_to_any_group_that_does_not_fit():
+def test_a_used_group_is_evicted_for_any_group_that_does_not_fit():
     of = using(max_lag=2, size=2, max_uses=2, max_bytes=30)
     for lease in of.lease(0, 2):
         of.put(summary_of(lease), num_bytes=10)
@@ -81,7 +81,7 @@ def test_a_used_group_gives_way_to_any_group_that_does_not_fit():
     assert of.stats().tokens_dropped == {}
 
 
-def test_a_rewind_before_the_first_use_buffers_the_group_again_and_one_after_it_keeps_the_use():
+def test_a_rewind_removes_only_the_later_uses_of_a_group():
     of = using(max_lag=3, size=1, max_uses=3)
     generate(of, 1)
     of.step()
@@ -97,7 +97,7 @@ def test_a_rewind_before_the_first_use_buffers_the_group_again_and_one_after_it_
     assert of.step() == [0]
 
 
-def test_a_resume_with_fewer_uses_drops_what_has_them_all():
+def test_a_resume_with_a_lower_max_uses_removes_groups_without_remaining_uses():
     of = using(max_lag=2, size=1, max_uses=3)
     generate(of, 1)
     of.step()
@@ -110,12 +110,12 @@ def test_a_resume_with_fewer_uses_drops_what_has_them_all():
 
 
 @pytest.mark.parametrize(("max_lag", "max_uses"), [(0, 2), (2, 4), (2, 0)])
-def test_uses_that_the_bound_does_not_allow_are_refused_by_name(max_lag: int, max_uses: int):
+def test_a_max_uses_that_max_lag_does_not_allow_is_refused(max_lag: int, max_uses: int):
     with pytest.raises(ValueError, match=r"buffer.max_uses must be in 1..buffer.max_lag \+ 1"):
         BufferConfig(max_lag=max_lag, max_uses=max_uses)
 
 
-def test_a_worker_cannot_name_uses():
+def test_a_worker_cannot_report_uses_in_a_put():
     of = using(max_lag=1, size=1, max_uses=2)
     generate(of, 1)
     of.step()

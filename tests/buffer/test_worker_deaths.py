@@ -1,4 +1,4 @@
-"""A prompt that kills its workers is dropped, and other prompts are kept."""
+"""A prompt that kills its workers is dropped. Other prompts are not dropped."""
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +27,7 @@ def ledger(num_prompts: int, *, max_deaths: int) -> DrivenLedger:
     num_places=st.integers(1, 9),
     data=st.data(),
 )
-def test_a_prompt_that_kills_its_workers_is_dropped_and_no_other(
+def test_only_the_prompt_that_kills_its_workers_is_dropped(
     num_prompts: int, max_deaths: int, num_workers: int, num_places: int, data: st.DataObject
 ) -> None:
     of, poison = ledger(num_prompts, max_deaths=max_deaths), data.draw(st.integers(0, num_prompts - 1))
@@ -53,12 +53,12 @@ def lease_of(group: Group) -> GrantedLease:
     return GrantedLease(group_id=group.group_id, attempt=group.attempt, engine_version=0, deadline=group.deadline)
 
 
-def test_a_group_that_was_finished_after_a_death_is_no_suspect_any_more():
+def test_a_group_that_finished_after_a_death_is_not_suspected_any_longer():
     of = ledger(2, max_deaths=2)
     of.lease(0, 2, owner=b"a")
     of.take_back(b"a")
     [first] = of.lease(0, 2, owner=b"a")
-    assert of.lease(0, 1, owner=b"a") == [], "worker a already holds a suspect group"
+    assert of.lease(0, 1, owner=b"a") == [], "worker a already has a lease of a suspect group"
     [other] = of.lease(0, 1, owner=b"b")
     of.put(summary_of(first))
     of.lose([first.group_id])
@@ -82,7 +82,7 @@ def test_tokens_of_a_dropped_group_are_counted_once_and_its_late_put_is_refused(
     assert of.stats().groups["dropped"] == 1
 
 
-def test_without_a_limit_no_death_drops_anything():
+def test_without_a_limit_the_deaths_of_workers_drop_no_group():
     of = ledger(1, max_deaths=0)
     for _ in range(20):
         assert len(of.lease(0, 1, owner=b"a")) == 1
@@ -90,7 +90,7 @@ def test_without_a_limit_no_death_drops_anything():
     assert of.groups.num_queued == 1
 
 
-async def test_a_prompt_whose_workers_are_buried_is_dropped_and_other_prompts_are_trained():
+async def test_a_prompt_is_dropped_after_max_worker_deaths_and_other_prompts_are_trained():
     async with running(groups_per_step=3, max_worker_deaths=2) as run:
         control = run.client()
         await control.enqueue([prompt(i) for i in range(4)])
@@ -109,6 +109,6 @@ async def test_a_prompt_whose_workers_are_buried_is_dropped_and_other_prompts_ar
         assert (await control.stats()).groups_dropped == {"worker_died": 1}
 
 
-def test_the_limit_must_not_be_negative():
+def test_the_limit_on_worker_deaths_must_not_be_negative():
     with pytest.raises(ValueError, match=r"buffer.max_worker_deaths must be >= 0, got -1; 0 drops no group"):
         BufferConfig(max_worker_deaths=-1)

@@ -1,4 +1,4 @@
-"""Two properties of a process: it reuses freed memory (measured by page faults), and its sockets have a short path."""
+"""A process reuses freed memory (measured by page faults), and its sockets have short paths."""
 
 import subprocess
 import sys
@@ -42,14 +42,14 @@ def test_freed_memory_is_used_again_without_new_pages():
 
 
 @pytest.mark.parametrize(("length", "is_used"), [(70, True), (71, False)])
-def test_a_socket_that_does_not_fit_below_the_folder_of_temporary_files_is_below_tmp(monkeypatch, length, is_used):
+def test_a_socket_whose_path_in_the_temporary_folder_is_too_long_is_in_tmp(monkeypatch, length, is_used):
     folder = "/" + "x" * (length - 1)
     monkeypatch.setattr(tempfile, "tempdir", folder)
     assert len(f"{folder}/{'y' * 36}") == (107 if is_used else 108)  # Linux limits a socket path to 107 bytes
     assert socket_base("y" * 36) == (folder if is_used else "/tmp")
 
 
-def test_the_process_group_of_a_launcher_is_forgotten():
+def test_the_variables_of_a_launchers_process_group_are_removed():
     foreign = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment = {"PATH": "/bin", "OMP_NUM_THREADS": "1", **foreign}
     assert forget_process_group(environment) == list(foreign)

@@ -78,7 +78,7 @@ def test_a_group_stores_an_image_once_and_gives_each_token_its_row() -> None:
             ]
 
 
-def test_prompts_of_a_group_with_other_images_are_refused() -> None:
+def test_all_prompts_of_a_group_must_have_the_same_images() -> None:
     one = Trajectory(turns=(given(1, 2, p1=image(value=1)), sampled(4, parent=0)), reward=1.0)
     other = Trajectory(turns=(given(1, 2, p1=image(value=2)), sampled(4, parent=0)), reward=1.0)
     with pytest.raises(ValueError, match=r"trajectory 1 of prompt group 3 must begin"):
@@ -99,7 +99,7 @@ def test_features_of_an_image_equal_those_of_the_models_processor(reader: ImageR
     assert own.num_tokens == reader.num_tokens(as_png(pixels), "image") == 8
 
 
-def test_an_image_is_read_from_each_form_to_the_same_bytes(tmp_path: Path) -> None:
+def test_each_form_of_an_image_is_read_as_the_same_bytes(tmp_path: Path) -> None:
     png = as_png(picture())
     (tmp_path / "a.png").write_bytes(png)
     encoded = base64.b64encode(png).decode()
@@ -120,18 +120,18 @@ def test_an_image_is_read_from_each_form_to_the_same_bytes(tmp_path: Path) -> No
         (7, r"is 7 \(int\), expected"),
     ],
 )
-def test_another_source_of_an_image_is_refused_by_name(source: object, message: str) -> None:
+def test_the_error_for_an_invalid_source_of_an_image_contains_the_source(source: object, message: str) -> None:
     with pytest.raises(ValueError, match=rf"row 3: image 0 {message}"):
         read_bytes(source, "row 3: image 0")
 
 
-def test_a_file_is_read_only_where_files_are_allowed(tmp_path: Path) -> None:
+def test_no_image_file_is_read_without_permission(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(as_png(picture()))
     with pytest.raises(ValueError, match="expected a data URL, base64 text or bytes"):
         read_bytes(str(tmp_path / "a.png"), "messages[0]")
 
 
-def test_what_is_not_an_image_is_refused_by_name(reader: ImageReader) -> None:
+def test_the_error_for_an_invalid_image_names_the_image(reader: ImageReader) -> None:
     for content, message in (
         (b"no image", "image 2 is 8 bytes, which are not an image"),
         (as_png(picture())[:-30], "image 2 cannot be decoded"),

@@ -41,7 +41,7 @@ class Part:
         return self.pauses.pop(0)
 
 
-async def test_any_error_of_a_life_ends_it_and_another_begins_after_the_pause():
+async def test_any_error_ends_the_life_of_a_part_and_the_next_life_begins_after_a_pause():
     death, no_room = KeyError("rank"), OSError(28, "No space left on device")
     part = Part([death, no_room], [0.0, 5.0])
     began_s = time.monotonic()
@@ -55,13 +55,13 @@ async def test_any_error_of_a_life_ends_it_and_another_begins_after_the_pause():
     ]
 
 
-async def test_the_last_error_of_a_part_that_may_not_begin_again_is_raised():
+async def test_the_last_error_of_a_part_is_raised_when_no_restart_remains():
     part = Part([None, OSError("no room"), OSError("still none")], [0.0])
     with pytest.raises(OSError, match="still none"):
         await keep_up(part, has_begun=False)
 
 
-async def test_a_call_that_ray_cancels_ends_the_life_and_a_cancelled_task_ends_at_once():
+async def test_a_call_cancelled_by_ray_ends_the_life_and_a_cancelled_task_ends_the_loop():
     part = Part([asyncio.CancelledError()], [0.0, 0.0])
     keeping = asyncio.create_task(keep_up(part))
     await asyncio.sleep(1.5)
@@ -72,13 +72,13 @@ async def test_a_call_that_ray_cancels_ends_the_life_and_a_cancelled_task_ends_a
     assert len(part.ended) == 1
 
 
-def test_pauses_between_faults_double_up_to_the_longest_and_the_last_fault_is_final():
+def test_pauses_before_restarts_double_up_to_the_longest_pause():
     faults = Faults(6, window_s=100.0, backoff_s=1.0, longest_backoff_s=5.0)
     assert [faults.add(float(at)) for at in range(7)] == [0.0, 1.0, 2.0, 4.0, 5.0, 5.0, None]
     assert faults.num_restarts == 6
 
 
-def test_faults_count_for_the_window_and_without_a_window_forever():
+def test_faults_expire_after_the_window_and_never_expire_without_a_window():
     faults, always = Faults(2, window_s=10.0, backoff_s=1.0), Faults(2)
     assert [faults.add(at) for at in (0.0, 9.0, 10.0, 19.5, 19.9)] == [0.0, 1.0, 1.0, 1.0, None]
     assert [always.add(at) for at in (0.0, 1e6, 1e12)] == [0.0, 0.0, None]

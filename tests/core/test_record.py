@@ -19,7 +19,7 @@ def written(folder):
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """After each test, stop receipts and stack traces. `record.start` starts both, with or without a recorder."""
+    """After each test, stop receipts and stack traces. `record.start` starts both, even if the profile is disabled."""
     yield
     record.stop()
 
@@ -30,7 +30,7 @@ def recorded(tmp_path):
     return tmp_path
 
 
-def test_without_start_the_recorder_writes_nothing_and_spans_are_one_object():
+def test_without_start_the_recorder_writes_nothing_and_all_spans_are_the_same_object():
     first, second = record.span("fetch", step=1), record.span("forward")
     assert first is second
     with first:
@@ -55,7 +55,7 @@ def test_spans_levels_and_stamps_are_written_in_order(recorded):
     assert rest[4][1] == "another boot"
 
 
-def test_a_level_is_recorded_when_it_changes(recorded):
+def test_a_level_is_recorded_only_when_it_changes(recorded):
     for value in (1, 1, 2, 2, 1):
         record.level("running", value)
     record.stop()
@@ -145,7 +145,7 @@ def test_a_failing_disk_is_logged_once_and_later_records_are_dropped(tmp_path, m
     assert "No space left on device" in caplog.text
 
 
-def test_profile_options_are_checked():
+def test_invalid_profile_options_are_refused():
     with pytest.raises(ValueError, match="torch_steps must list learner steps"):
         ProfileConfig(torch_steps=[-1])
     with pytest.raises(ValueError, match=r"max_file_bytes must be >="):

@@ -45,7 +45,7 @@ def test_every_registered_name_is_found(registry: Registry) -> None:
         assert callable(registry.get(name))
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_an_unknown_name_lists_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"algorithm\.advantage must be one of .*'gae', 'grpo'.*got 'grppo'"):
         ADVANTAGES.get("grppo")
     with pytest.raises(ValueError, match="no_such_module"):
@@ -73,7 +73,7 @@ def test_a_name_that_is_not_a_function_is_refused(own_file: Path) -> None:
         LOSSES.get(f"{own_file}:number")
 
 
-def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_or_broken_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*absent\.py"):
         LOSSES.get(f"{tmp_path}/absent.py:f")
     (tmp_path / "broken.py").write_text("x = 1\ndef f(:\n")

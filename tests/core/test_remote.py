@@ -1,4 +1,4 @@
-"""The deadlines of waits and of repeated calls, and their messages."""
+"""The deadlines of waits and of repeated calls, and the messages of deadline errors."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ async def test_a_deadline_excludes_time_in_which_the_waiting_process_is_stopped(
         await within(asyncio.sleep(5.0), 0.8, "an answer", "x")
 
 
-async def test_a_repeated_call_gets_ten_times_its_longest_duration_between_floor_and_limit(monkeypatch):
+async def test_the_deadline_of_a_repeated_call_is_ten_times_its_longest_duration_within_limits(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
     deadline = StepDeadline(1200.0)

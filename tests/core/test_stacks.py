@@ -64,14 +64,14 @@ async def test_a_missed_deadline_leaves_the_stacks_of_both_sides(child, listenin
     assert "test_a_missed_deadline_leaves" in own, "the tasks of the event loop are missing"
 
 
-def test_a_process_that_does_not_write_its_stacks_is_named_with_its_state(child, listening):
+def test_a_deadline_error_names_a_process_that_writes_no_stacks_and_its_state(child, listening):
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert f"(no answer of learner-0-{child.pid} (T (stopped)))" in str(stacks.missed("waited 1 s"))
     child.send_signal(signal.SIGCONT)
 
 
-def test_files_of_processes_that_have_ended_are_not_asked_and_go_if_they_are_empty(child, listening):
+def test_an_ended_process_is_not_asked_for_stacks_and_its_empty_file_is_removed(child, listening):
     stranger = listening / f"engine-0-{os.getppid()}.log"  # this process id now belongs to another process
     stranger.touch()
     assert "no answer" not in str(stacks.missed("waited 1 s"))
@@ -81,11 +81,11 @@ def test_files_of_processes_that_have_ended_are_not_asked_and_go_if_they_are_emp
     assert (listening / f"learner-0-{child.pid}.log").exists()
 
 
-def test_a_process_outside_a_run_raises_the_deadline_alone():
+def test_outside_a_run_a_deadline_error_does_not_mention_stacks():
     assert str(stacks.missed("waited 1 s", "; it is late")) == "waited 1 s; it is late"
 
 
-def test_every_missed_deadline_of_a_run_asks_for_the_stacks():
+def test_every_deadline_error_of_a_run_requests_the_stacks():
     files = [file for part in ("asyncrl", "rollout_fleet", "learner", "buffer") for file in (ROOT / part).rglob("*.py")]
     raising = {str(file.relative_to(ROOT)) for file in files if "DeadlineError(" in file.read_text()}
     assert raising == OUTSIDE_A_RUN | {"asyncrl/core/errors.py", "asyncrl/core/stacks.py"}

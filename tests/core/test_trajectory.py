@@ -38,7 +38,7 @@ def group_of(*trajectories: Trajectory) -> TrajectoryGroup:
     return TrajectoryGroup.from_trajectories(trajectories, group_id=7, attempt=2)
 
 
-def test_a_single_turn_is_the_smallest_tree() -> None:
+def test_a_prompt_and_one_sampled_turn_are_the_smallest_tree() -> None:
     group = group_of(
         Trajectory(turns=(PROMPT, sampled(10, 2, 0)), reward=1.0),
         Trajectory(turns=(PROMPT, sampled(20, 3, 0, version=6, reason=FinishReason.length)), reward=0.5),
@@ -89,7 +89,7 @@ def test_a_baseline_is_never_trained() -> None:
     )
     assert [group.trained_mask(branch).sum() for branch in group.branches] == [2, 0]
     assert group.summary.num_tokens == 2
-    assert group.summary.oldest_version == 4, "a greedy rollout counts for the age of the group"
+    assert group.summary.oldest_version == 4, "a greedy rollout must count for the oldest version of the group"
 
 
 @st.composite
@@ -125,7 +125,7 @@ def test_columns_and_trees_convert_to_each_other(trees: list[Trajectory]) -> Non
     assert trained == group.summary.num_tokens
 
 
-def test_an_additional_column_is_kept_and_zero_in_turns_without_it() -> None:
+def test_an_additional_column_is_stored_and_is_zero_in_other_turns() -> None:
     experts = np.arange(12, dtype=np.int16).reshape(2, 3, 2)
     answer = replace(sampled(10, 2, 0), columns={"routed_experts": experts})
     group = group_of(Trajectory(turns=(PROMPT, answer), reward=1.0))
@@ -186,7 +186,7 @@ def test_columns_that_do_not_match_are_refused(change, message: str) -> None:
         replace(group, **change(group)).check()
 
 
-def test_the_example_of_a_tree_on_the_page_is_true() -> None:
+def test_the_example_of_a_tree_in_the_documentation_is_correct() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
     tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the second code block needs an exported file
     exec(compile(tree, "docs/trajectories.md", "exec"), {})

@@ -56,21 +56,21 @@ def digits(prompt):
     return "".join("=" if token == 3 else str(token - 4) for token in prompt.prompt_ids)
 
 
-def test_a_conversation_with_tool_calls_is_rendered_and_kept(write, read):
+def test_a_conversation_with_tool_calls_is_rendered_and_its_messages_are_stored(write, read):
     (prompt,) = read(write({"prompt": CONVERSATION}))
     assert digits(prompt) == "3125="
     assert prompt.messages == WITHOUT_NULL
     assert (prompt.tools, prompt.environment, prompt.environment_options) == ((), "", {})
 
 
-def test_the_system_prompt_stands_before_the_messages_of_each_row(write, read):
+def test_the_system_prompt_is_the_first_message_of_each_prompt(write, read):
     path = write({"prompt": [{"role": "user", "content": "1"}]}, {"prompt": [{"role": "user", "content": "2"}]})
     prompts = read(path, system_prompt="99")
     assert [digits(prompt) for prompt in prompts] == ["991=", "992="]
     assert [prompt.messages[0] for prompt in prompts] == [{"role": "system", "content": "99"}] * 2
 
 
-def test_tools_environments_and_options_are_those_of_the_row(write, read):
+def test_each_prompt_has_the_tools_environment_and_options_of_its_row(write, read):
     first = {"prompt": [{"role": "user", "content": "1"}], "tools": [tool("7")], "where": "a.py:A"}
     second = {"prompt": [{"role": "user", "content": "2"}], "tools": None, "where": None, "options": None}
     one, two = read(write({**first, "options": {"level": 3, "names": ["é"]}}, second), **COLUMNS)
@@ -130,7 +130,7 @@ def test_held_out_prompts_have_the_columns_of_training_prompts(write, chat_token
     assert text.messages == ({"role": "user", "content": "1="},)
 
 
-def test_a_prompt_of_a_file_travels_through_the_buffer(write, read):
+def test_encoding_and_decoding_do_not_change_a_prompt_of_a_file(write, read):
     row = {"prompt": CONVERSATION, "tools": [tool("7", type="object")], "where": "a", "options": {"level": [1, 2.5]}}
     (sent,) = read(write(row), system_prompt="9", **COLUMNS)
     got = prompt_of([bytes(frame) for frame in prompt_frames(sent)])
@@ -138,7 +138,7 @@ def test_a_prompt_of_a_file_travels_through_the_buffer(write, read):
         assert getattr(got, name) == getattr(sent, name)
 
 
-def test_equal_tools_of_many_rows_are_kept_once(tmp_path, read):
+def test_equal_tools_of_many_rows_are_stored_once(tmp_path, read):
     rows = [{"prompt": [{"role": "user", "content": "1"}], "tools": [tool("7")], "ground_truth": "x"}] * 50
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     prompts = read(str(tmp_path / "rows.jsonl"), tools_key="tools")
@@ -176,14 +176,14 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS)
-def test_a_row_that_does_not_match_is_named_with_its_column(write, read, row, message):
+def test_the_error_for_an_invalid_row_names_the_row_and_the_column(write, read, row, message):
     right = {"prompt": USER, "tools": [tool("7")], "where": "a", "options": {"level": 1}}
     with pytest.raises(ValueError, match=rf"rows\.\w+, (line 1|row 0): {message}"):
         read(write({**right, **row}), system_prompt="9", **COLUMNS)
 
 
 @pytest.mark.parametrize("key", ["tools", "where", "options"])
-def test_a_column_that_the_file_lacks_is_named(write, read, key):
+def test_the_error_for_a_column_that_the_file_lacks_names_the_column(write, read, key):
     row = {"prompt": USER, "tools": [tool("7")], "where": "a", "options": {"level": 1}}
     del row[key]
     with pytest.raises(ValueError, match=f"no column '{key}'"):

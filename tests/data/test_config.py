@@ -25,6 +25,6 @@ from asyncrl.data.config import DataConfig
         ),
     ],
 )
-def test_an_impossible_data_option_is_refused(options, message):
+def test_an_invalid_data_option_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)

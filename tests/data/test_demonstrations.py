@@ -49,7 +49,7 @@ def turn(role, content):
     return {"role": role, "content": content}
 
 
-def test_a_plain_row_learns_its_response_and_the_end(tokenizer, write):
+def test_the_loss_of_a_plain_row_covers_its_response_and_the_end_token(tokenizer, write):
     first, second = load_demonstrations(
         write({"prompt": "a b", "response": "c d"}, {"prompt": "d", "response": ""}), PLAIN, tokenizer
     )
@@ -58,7 +58,7 @@ def test_a_plain_row_learns_its_response_and_the_end(tokenizer, write):
     assert first.token_ids.dtype == np.int32
 
 
-def test_every_assistant_turn_of_a_conversation_is_learned_with_its_end(tokenizer, write):
+def test_the_loss_covers_every_assistant_turn_and_its_end_token(tokenizer, write):
     conversation = [turn("system", "d"), turn("user", "a"), turn("assistant", "b"), turn("user", "c a")]
     (open_ended,) = load_demonstrations(write({"messages": conversation}), CHAT, tokenizer)
     assert shown(open_ended) == "<system> d <end> <user> a <end> <assistant> B <END>"
@@ -69,13 +69,13 @@ def test_every_assistant_turn_of_a_conversation_is_learned_with_its_end(tokenize
     )
 
 
-def test_a_response_column_is_the_last_turn(tokenizer, write):
+def test_the_response_column_becomes_the_last_turn(tokenizer, write):
     form = DemonstrationFormat(prompt_key="messages", response_key="answer", chat_template=True)
     (got,) = load_demonstrations(write({"messages": [turn("user", "a")], "answer": "b c"}), form, tokenizer)
     assert shown(got) == "<user> a <end> <assistant> B C <END>"
 
 
-def test_tool_calls_are_learned_and_tools_and_the_system_prompt_are_not(tokenizer, write):
+def test_the_loss_covers_tool_calls_but_not_tools_or_the_system_prompt(tokenizer, write):
     tokenizer.chat_template = (
         "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}<{{ m.role }}> "
         "{% for c in m.tool_calls or [] %}{{ c.function.name }} {% endfor %}"
@@ -102,12 +102,12 @@ def test_tool_calls_are_learned_and_tools_and_the_system_prompt_are_not(tokenize
         ({"messages": [{"role": "user"}, turn("assistant", "b")]}, "message 0 has content"),
     ],
 )
-def test_a_conversation_without_learned_tokens_is_named(tokenizer, write, row, message):
+def test_the_error_for_a_conversation_without_learned_tokens_names_the_reason(tokenizer, write, row, message):
     with pytest.raises(ValueError, match=message):
         load_demonstrations(write(row), CHAT, tokenizer)
 
 
-def test_a_response_that_is_not_text_is_named(tokenizer, write):
+def test_the_error_for_a_response_that_is_not_text_names_the_row(tokenizer, write):
     with pytest.raises(ValueError, match=r"line 2: column 'response' is 7 \(int\), expected a string"):
         load_demonstrations(write({"prompt": "a", "response": "b"}, {"prompt": "a", "response": 7}), PLAIN, tokenizer)
 
@@ -118,7 +118,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, write):
         load_demonstrations(write({"messages": [turn("user", "a"), turn("assistant", "b")]}), CHAT, tokenizer)
 
 
-def test_a_tokenizer_without_template_or_end_token_is_named(tokenizer, write):
+def test_a_tokenizer_without_a_needed_template_or_end_token_is_refused(tokenizer, write):
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"sft\.chat_template is true but the tokenizer of .* has no template"):
         load_demonstrations(write({"messages": [turn("user", "a"), turn("assistant", "b")]}), CHAT, tokenizer)

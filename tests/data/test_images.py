@@ -74,7 +74,7 @@ def test_each_form_of_an_image_gives_the_same_prompt(read, tmp_path):
     assert prompts[0].prompt_ids.tolist().count(5) == 2
 
 
-def test_file_contents_in_parquet_are_images(read):
+def test_file_contents_in_parquet_are_read_as_images(read):
     png = as_png(picture())
     rows = {
         "messages": [[{"role": "user", "content": "<image>and<image>?"}]],
@@ -86,7 +86,7 @@ def test_file_contents_in_parquet_are_images(read):
     assert prompt.prompt_ids.tolist().count(5) == 2 + 1
 
 
-async def test_the_images_of_a_taken_prompt_fit_its_placeholders(read, model_path):
+async def test_the_images_of_a_prompt_match_its_placeholders(read, model_path):
     png = base64.b64encode(as_png(picture(width=64, height=32))).decode()
     (prompt,) = read([{"messages": ASK, "images": [png]}], max_pixels=256, images_key="images")[0].take(1)
     reader = ImageReader(model_path=model_path, max_pixels=256)

@@ -55,7 +55,7 @@ def test_a_prompt_has_tokens_truth_source_and_extra_columns(make_stream):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_and_files_may_lack_extra_columns_but_not_all_of_them(tmp_path, tokenizer, kind):
+def test_some_rows_and_files_may_lack_an_extra_column_but_not_all_rows(tmp_path, tokenizer, kind):
     """In data of several sources, some columns occur only in the rows of one source."""
     rows = [{"prompt": "1=", "truth": "1"}, {"prompt": "2=", "truth": "2", "cases": None}]
     rows += [{"prompt": "3=", "truth": "3", "cases": "c"}]
@@ -92,7 +92,7 @@ def test_without_shuffling_every_epoch_has_the_order_of_the_files(make_stream):
 
 
 @given(chunks=st.lists(st.integers(0, 13), max_size=6), saved_after=st.integers(0, 6))
-def test_the_prompt_sequence_is_the_same_for_any_chunks_and_resumes(digits_file, tokenizer, chunks, saved_after):
+def test_the_prompt_sequence_does_not_depend_on_chunk_sizes_and_resumes(digits_file, tokenizer, chunks, saved_after):
     config = DataConfig(train_files=[digits_file])
     whole = PromptStream(config, tokenizer, seed=5).take(sum(chunks))
     stream, taken = PromptStream(config, tokenizer, seed=5), []
@@ -114,7 +114,7 @@ def test_a_stream_can_be_restored_to_an_earlier_position(make_stream):
     assert truths(stream.take(17)) == first
 
 
-def test_unfinished_prompts_come_again_before_new_ones(make_stream):
+def test_unfinished_prompts_are_repeated_before_new_prompts(make_stream):
     saved = make_stream(seed=3)
     taken = saved.take(12)
     stream = make_stream(seed=3)
@@ -127,7 +127,7 @@ def test_unfinished_prompts_come_again_before_new_ones(make_stream):
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "difficulty"])
-def test_a_take_of_repeated_prompts_alone_does_not_advance_the_stream(make_stream, sampler):
+def test_taking_only_repeated_prompts_does_not_advance_the_stream(make_stream, sampler):
     stream = make_stream(sampler=sampler)
     first = stream.take(4)
     stream.repeat_unfinished([])
@@ -183,13 +183,13 @@ def test_a_state_that_lacks_a_field_is_refused(make_stream):
         make_stream().restore({"position": 3})
 
 
-def test_several_files_are_one_data_set(tmp_path, make_stream, digits_file):
+def test_several_files_are_read_as_one_data_set(tmp_path, make_stream, digits_file):
     more = write_lines(tmp_path / "b.jsonl", {"prompt": "12=", "ground_truth": "21"})
     stream = make_stream(files=[digits_file, more], shuffle=False)
     assert truths(stream.take(12)) == [*"0123456789", "21", "0"]
 
 
-def test_a_prompt_over_the_limit_is_an_error_that_names_the_row(tmp_path, make_stream):
+def test_the_error_for_a_too_long_prompt_names_the_row(tmp_path, make_stream):
     rows = [{"prompt": prompt, "ground_truth": "x"} for prompt in ("12=", "123=", "1234=")]
     path = write_lines(tmp_path / "a.jsonl", *rows)
     with pytest.raises(
@@ -199,7 +199,7 @@ def test_a_prompt_over_the_limit_is_an_error_that_names_the_row(tmp_path, make_s
     assert make_stream(files=[path], max_prompt_tokens=5).num_prompts == 3
 
 
-def test_long_prompts_are_filtered_and_counted_by_option(tmp_path, make_stream):
+def test_an_option_filters_and_counts_long_prompts(tmp_path, make_stream):
     rows = [{"prompt": f"{p}=", "ground_truth": p} for p in ("1", "123", "2", "12345")]
     path = write_lines(tmp_path / "a.jsonl", *rows)
     options = {"overlong_prompts": OverlongPrompts.filter, "shuffle": False}
@@ -221,7 +221,7 @@ def test_long_prompts_are_filtered_and_counted_by_option(tmp_path, make_stream):
         ({"prompt": "1=", "ground_truth": None}, r"line 1: column 'ground_truth' is null"),
     ],
 )
-def test_a_row_of_the_wrong_type_is_named(tmp_path, make_stream, row, message):
+def test_the_error_for_a_row_of_the_wrong_type_names_the_row(tmp_path, make_stream, row, message):
     with pytest.raises(ValueError, match=message):
         make_stream(files=[write_lines(tmp_path / "a.jsonl", row)])
 
@@ -242,7 +242,7 @@ def test_a_stream_without_files_is_refused(make_stream):
         make_stream(files=[])
 
 
-def test_held_out_prompts_keep_the_files_order(digits_file, tokenizer):
+def test_held_out_prompts_have_the_order_of_the_files(digits_file, tokenizer):
     config = DataConfig(eval_files=[digits_file], eval_max_prompts=4)
     prompts = load_eval_prompts(config, tokenizer)
     assert truths(prompts) == list("0123")
@@ -299,7 +299,7 @@ def test_special_tokens_come_from_the_template_or_from_the_tokenizer_but_not_twi
         ),
     ],
 )
-def test_ill_formed_messages_are_named(tmp_path, chat_tokenizer, prompt, message):
+def test_the_error_for_invalid_messages_names_the_row(tmp_path, chat_tokenizer, prompt, message):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": prompt, "ground_truth": "x"})
     with pytest.raises(ValueError, match=message):
         PromptStream(DataConfig(train_files=[path], chat_template=True), chat_tokenizer, seed=0)

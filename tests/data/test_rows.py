@@ -20,7 +20,7 @@ def write_lines(path, *lines):
     return str(path)
 
 
-def test_a_parquet_column_and_one_nested_in_it_are_read(tmp_path):
+def test_a_parquet_column_and_its_nested_column_are_read(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", reward_model=[{"ground_truth": "7", "style": "rule"}], n=[3])
     rows = read_rows(path, ["reward_model.ground_truth", "n"])
     assert rows.serializable_column("reward_model.ground_truth") == ["7"]
@@ -39,14 +39,14 @@ def test_jsonl_lines_are_numbered_from_one_and_blank_lines_are_skipped(tmp_path)
     assert rows.where(1) == f"{path}, line 3"
 
 
-def test_the_digest_follows_the_content(tmp_path):
+def test_the_digest_changes_with_the_content(tmp_path):
     first = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": 1}'), ["x"]).digest
     same = read_rows(write_lines(tmp_path / "b.jsonl", '{"x": 1}'), ["x"]).digest
     other = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": 2}'), ["x"]).digest
     assert first == same != other
 
 
-def test_a_missing_file_or_directory_is_named(tmp_path):
+def test_the_error_names_a_missing_file_or_a_directory(tmp_path):
     with pytest.raises(ValueError, match=r"gone\.parquet: no such file, expected"):
         read_rows(str(tmp_path / "gone.parquet"), ["x"])
     with pytest.raises(ValueError, match=r"the directory .*nowhere does not exist"):
@@ -72,7 +72,7 @@ def test_a_file_without_rows_is_refused(tmp_path, name):
         read_rows(str(path), ["x"])
 
 
-def test_a_broken_parquet_file_is_named(tmp_path):
+def test_the_error_names_a_broken_parquet_file(tmp_path):
     path = tmp_path / "torn.parquet"
     write_parquet(path, x=["a"] * 100)
     path.write_bytes(path.read_bytes()[:-20])
@@ -86,14 +86,14 @@ def test_a_missing_parquet_column_lists_the_existing_columns(tmp_path):
         read_rows(path, ["prompt", "solution"])
 
 
-def test_a_missing_nested_column_names_row_and_part(tmp_path):
+def test_the_error_for_a_missing_nested_column_names_the_row_and_the_missing_part(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", reward_model=[{"truth": "7"}])
     rows = read_rows(path, ["reward_model.ground_truth"])
     with pytest.raises(ValueError, match=r"row 0: no column 'reward_model.ground_truth': 'ground_truth' expected"):
         rows.column("reward_model.ground_truth")
 
 
-def test_a_line_that_lacks_a_key_is_named(tmp_path):
+def test_the_error_names_a_line_that_lacks_a_key(tmp_path):
     rows = read_rows(write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', '{"promt": "b"}'), ["prompt"])
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: no column 'prompt': .*found \['promt'\]"):
         rows.column("prompt")
@@ -110,14 +110,14 @@ def test_a_line_that_lacks_a_key_is_named(tmp_path):
         ('["b"]', r"a\.jsonl, line 2: a list, expected an object"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, line, message):
+def test_the_error_names_a_broken_line(tmp_path, line, message):
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "a"}', line)
     with pytest.raises(ValueError, match=message):
         read_rows(path, ["prompt"])
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe", b"\xed\xa0\xbd"])
-def test_bytes_that_are_not_utf8_are_named(tmp_path, text):
+def test_the_error_names_a_line_that_is_not_utf8(tmp_path, text):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "%b"}' % text)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not JSON"):
@@ -125,7 +125,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path, text):
 
 
 @pytest.mark.parametrize("num_levels", [101, 500, 5000])
-def test_json_with_too_many_levels_is_named(tmp_path, num_levels):
+def test_the_error_names_json_with_too_many_levels(tmp_path, num_levels):
     deep = "[" * num_levels + "]" * num_levels
     path = write_lines(tmp_path / "a.jsonl", '{"x": 1}', f'{{"x": {deep}}}')
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON \(.*more than 100 levels"):
@@ -135,13 +135,13 @@ def test_json_with_too_many_levels_is_named(tmp_path, num_levels):
         rows.structures("x", is_json=True)
 
 
-def test_values_of_many_levels_are_read(tmp_path):
+def test_values_with_many_levels_are_read(tmp_path):
     rows = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": ' + "[" * 99 + "]" * 99 + "}"), ["x"])
     assert len(rows.structures("x")) == len(rows.serializable_column("x")) == 1
 
 
 @pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), None])
-def test_a_value_that_msgpack_cannot_encode_is_named(tmp_path, value):
+def test_the_error_names_a_value_that_msgpack_cannot_encode(tmp_path, value):
     path = write_parquet(tmp_path / "a.parquet", truth=[value])
     with pytest.raises(ValueError, match=r"a\.parquet, row 0: column 'truth' is "):
         read_rows(path, ["truth"]).serializable_column("truth")

@@ -38,12 +38,12 @@ def choose(sampler, number: int) -> list[int]:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 60))
-def test_each_source_keeps_its_share_of_the_prompts_within_one(first: int, second: int, number: int):
+def test_the_share_of_each_source_is_exact_within_one_prompt(first: int, second: int, number: int):
     counts = Counter(SOURCES[row] for row in choose(make(weights={"a": first, "b": second}), number))
     assert abs(counts["a"] - number * first / (first + second)) < 1 + 1e-9
 
 
-def test_a_source_has_each_row_once_per_epoch_of_its_own_in_a_new_order():
+def test_each_epoch_of_a_source_has_each_of_its_rows_once_in_a_new_order():
     rows = choose(make(weights={"a": 3, "b": 1}), 48)
     of_a = [row for row in rows if row < 6]
     epochs = [of_a[start : start + 6] for start in range(0, 36, 6)]
@@ -54,7 +54,7 @@ def test_a_source_has_each_row_once_per_epoch_of_its_own_in_a_new_order():
 
 
 @pytest.mark.parametrize(("target", "preferred"), [(1.0, 0), (0.5, 1), (0.0, 2)])
-def test_rows_near_the_target_make_up_the_prompts_beyond_the_explored_share(target: float, preferred: int):
+def test_prompts_outside_the_explored_share_have_success_rates_near_the_target(target: float, preferred: int):
     """The success rate of a row is 1, 0.5 or 0, if its index modulo 3 is 0, 1 or 2."""
     sampler = make("difficulty", ["a"] * 30, target=target, explore=0.2)
     chosen: Counter[int] = Counter()
@@ -69,12 +69,12 @@ def test_a_row_enters_the_pool_at_its_first_outcome_and_leaves_it_when_it_is_lea
     sampler = make("difficulty", ["a"] * 4, shuffle=False, explore=0.01, width=0.2, memory=0.0)
     assert choose(sampler, 2) == [0, 1]
     sampler.note(1, outcome(1, 1.0, 0.0))
-    assert choose(sampler, 2) == [1, 2], "the pool must not contain a row in flight"
+    assert choose(sampler, 2) == [1, 2], "the pool must not contain a row whose group still runs"
     sampler.note(1, outcome(2, 1.0, 1.0))
     sampler.note(0, outcome(0, 0.0, 0.0))
     assert choose(sampler, 1) == [3]
     sampler.note(0, outcome(0, 0.0, 1.0))
-    assert choose(sampler, 2) == [0, 0], "row 0 must come from the pool, and then again in order"
+    assert choose(sampler, 2) == [0, 0], "row 0 must come from the pool, and then from the file order"
 
 
 def test_outcomes_without_finite_rewards_are_ignored():
@@ -108,7 +108,7 @@ def test_a_restored_sampler_continues_with_the_same_rows(rates: list[float], sav
         ("hard", {}, "data.sampler must be one of"),
     ],
 )
-def test_a_sampler_that_cannot_be_made_is_refused_by_name(name: str, options: dict, message: str):
+def test_the_error_for_a_sampler_that_cannot_be_made_names_the_option(name: str, options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make(name, **options)
 
@@ -122,7 +122,7 @@ def test_a_sampler_that_cannot_be_made_is_refused_by_name(name: str, options: di
         ({"sampler": "weighted", "source_weights": {"a": 1}}, "needs data.data_source_key"),
     ],
 )
-def test_options_of_sources_without_an_effect_are_refused(options: dict, message: str):
+def test_source_options_without_an_effect_are_refused(options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         DataConfig(**options)
 
@@ -140,7 +140,7 @@ def make_stream(tmp_path, tokenizer):
     return make
 
 
-def test_a_position_of_the_stream_always_names_the_prompt_that_was_chosen_for_it(make_stream):
+def test_a_position_of_the_stream_always_means_the_same_prompt(make_stream):
     stream = make_stream(sampler="difficulty")
     first = stream.take(12)
     assert [prompt.group_id for prompt in first] == list(range(12))
@@ -154,7 +154,7 @@ def test_a_position_of_the_stream_always_names_the_prompt_that_was_chosen_for_it
     assert [prompt.ground_truth for prompt in restored.take(9)] == [prompt.ground_truth for prompt in stream.take(9)]
 
 
-def test_a_source_gives_its_rows_an_environment(make_stream):
+def test_environment_by_source_sets_the_environment_of_rows(make_stream):
     stream = make_stream(shuffle=False, environment_by_source={"odd": "sums.py:Sums"})
     assert [prompt.environment for prompt in stream.take(3)] == ["", "sums.py:Sums", ""]
     assert [bool(prompt.messages) for prompt in stream.at([0, 1])] == [False, True]
@@ -166,7 +166,7 @@ def test_a_stream_refuses_the_state_of_another_sampler(make_stream):
             make_stream(sampler=own).restore(make_stream(sampler=saved).state())
 
 
-def test_ones_own_sampler_is_named_by_its_file_and_gets_the_outcomes(make_stream, tmp_path):
+def test_a_users_sampler_is_loaded_from_a_file_and_gets_the_outcomes(make_stream, tmp_path):
     (tmp_path / "mine.py").write_text(
         "class Longest:\n"
         "    def __init__(self, sources, *, seed, shuffle, weights, first=0):\n"
@@ -191,7 +191,7 @@ def test_ones_own_sampler_is_named_by_its_file_and_gets_the_outcomes(make_stream
         wrong.take(1)
 
 
-def test_a_sampler_without_a_method_or_with_an_error_is_named(make_stream, tmp_path):
+def test_the_error_of_a_broken_sampler_names_its_class(make_stream, tmp_path):
     lines = "class Broken:\n    def __init__(self, sources, **given):\n"
     lines += "        self.note = self.state = self.restore = print\n"
     (tmp_path / "short.py").write_text(lines)
@@ -202,7 +202,7 @@ def test_a_sampler_without_a_method_or_with_an_error_is_named(make_stream, tmp_p
         make_stream(sampler=f"{tmp_path}/wrong.py:Broken").first()
 
 
-def test_the_sampler_on_the_page_takes_the_row_of_the_lowest_reward_first(make_stream, tmp_path):
+def test_the_documented_sampler_first_takes_the_row_with_the_lowest_reward(make_stream, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()
     (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     stream = make_stream(sampler=f"{tmp_path}/page.py:HardestFirst")

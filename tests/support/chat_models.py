@@ -1,4 +1,4 @@
-"""Saves small tokenizers and chat templates in the style of a model family, without or with a small model.
+"""Saves small tokenizers with chat templates in the style of a model family, and small models.
 
 The tokenizer is a byte-level BPE with few merges. So decoding and encoding sampled tokens usually gives different
 tokens.
@@ -57,7 +57,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
-"""The template only appends, and has no reasoning. The library ``renderers`` has no renderer for this template."""
+"""The template never changes earlier text, and has no reasoning. The library ``renderers`` does not support it."""
 
 LLAMA = """\
 {{- bos_token }}

@@ -4,7 +4,7 @@ from typing import Any
 
 
 def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", version=11) -> dict[str, Any]:
-    """Return a turn. With ``at``, two policy versions have sampled it. Without ``at``, it is a given turn.
+    """Return a turn. With ``at``, two policy versions have sampled it. Without ``at``, the turn was not sampled.
 
     ``at`` has three times of the turn: its request, its first token and its end.
     """

@@ -122,7 +122,7 @@ def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: 
 
 
 def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
-    """Return whether one or more answers of SGLang, one after the other, give the tokens from ``first`` to ``last``.
+    """Return whether the tokens from ``first`` to ``last`` are one or more successive answers of SGLang.
 
     The prompt of each further answer ends with the tokens of the previous answer.
     """

@@ -121,7 +121,7 @@ async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleO
 
 
 def assert_ends(samples: Sequence[SampleOutput], *, least: int, longest: int = 12) -> None:
-    """Check that a sample ends with the end-of-sequence token exactly if its finish reason is ``stop``.
+    """Check that a sample ends with the end-of-sequence token if and only if its finish reason is ``stop``.
 
     More than ``least`` samples must have stopped. More than ``least`` samples must have reached the length ``longest``.
     """
@@ -146,10 +146,10 @@ def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) ->
 def forward_by_versions(
     model_of: Callable[[int], Any], request: SampleRequest, sample: SampleOutput, *, keeps: bool = False
 ) -> np.ndarray:
-    """Return [R] log-probs: that of each sampled token with the weights of the token's version.
+    """Return [R] log-probs of the sampled tokens, each computed with the weights of the token's version.
 
-    With ``keeps``, the forward uses the KV cache of earlier versions. An engine that keeps its cache at weight updates
-    does the same.
+    With ``keeps``, the forward pass uses KV cache entries of earlier versions, like an engine that does not empty its
+    cache at weight updates.
     """
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     starts = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist()]

@@ -21,7 +21,7 @@ ANSWERS = {
 
 
 class FaultyProxy(RunningServer):
-    """A proxy that stands in for a running SGLang server. `fail` sets the fault that the proxy injects.
+    """A proxy between an engine and a running SGLang server. `fail` sets the fault that the proxy injects.
 
     Attributes:
         paths: Paths of all calls, in order of arrival.

@@ -134,7 +134,7 @@ class DrivenLedger(Ledger):
 
 
 class RecordedCommands:
-    """Stands in for a journal. Keeps the commands since the last snapshot, as bytes."""
+    """Replaces a journal. Stores the commands since the last snapshot, as bytes."""
 
     def __init__(self) -> None:
         self.rows: list[bytes] = []

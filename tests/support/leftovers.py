@@ -37,7 +37,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
     """Wait ``grace_s`` seconds for the remaining processes of the session. Then terminate them, and finally kill them.
 
     Returns:
-        The command lines of the processes that did not end by themselves.
+        The command lines of the processes that this function had to end.
     """
     _, alive = psutil.wait_procs(list(_processes_of(name)), timeout=grace_s)
     words = []
@@ -46,7 +46,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
             words.append(" ".join(process.cmdline()) or process.name())
             process.terminate()
     psutil.wait_procs(alive, timeout=_STOP_S)
-    while alive := list(_processes_of(name)):  # repeat, because a process can start others
+    while alive := list(_processes_of(name)):  # repeat, because a process can start new processes
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -86,7 +86,7 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
 def _ends_with_us(process: psutil.Process) -> bool:
     """Return whether a process is a helper process of Python's multiprocessing.
 
-    A helper process ends by itself when the pipe to this process closes.
+    A helper process ends when the pipe to this process closes.
     """
     return process.ppid() == os.getpid() and any("from multiprocessing." in word for word in process.cmdline())
 

@@ -79,7 +79,7 @@ class ManualClock(LoopClock):
         self._timers: list[_Timer] = []
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Any:
-        """Keep a timer until `fire_due` fires it."""
+        """Add a timer. `fire_due` fires it."""
         self._timers.append(_Timer(when, callback))
         return self._timers[-1]
 
@@ -98,7 +98,7 @@ class MortalServer:
     Attributes:
         num_kills: Number of kills so far.
         service: The service since the latest kill.
-        replies: Replies that the test has not taken yet, by client and request.
+        replies: Replies that the test has not read yet, by client and request.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class MortalServer:
         self._do(lambda: self.service.handle(request))
 
     def pass_time(self) -> None:
-        """Fire due timers of the `ManualClock`. Timers let leases expire, and declare silent workers gone."""
+        """Fire due timers of the `ManualClock`. They let leases expire, and end the leases of silent workers."""
         self._clock.fire_due(self._do)
 
     def _do(self, work: Any) -> None:
@@ -186,7 +186,7 @@ class MortalServer:
         self._outbox.clear()
 
     def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request that the service answers at once. Returns the reply. A reply with an error fails the test."""
+        """Send a request that the service answers immediately. Returns the reply. An error fails the test."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
         assert kind_of(reply) == "ok", reply

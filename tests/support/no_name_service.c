@@ -1,4 +1,4 @@
-/* Preloaded (LD_PRELOAD): a name service that answers nothing. Each query is a line in $ASYNCRL_NAME_QUERIES. */
+/* For LD_PRELOAD: lookups of names fail. The library writes each lookup as a line to the file $ASYNCRL_NAME_QUERIES. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-"""A user's own selection order and filter, found as ``tests.support.orders_of_mine:…``."""
+"""A user's own selection orders and filters, imported as ``tests.support.orders_of_mine:…``."""
 
 from asyncrl.core.types import GroupSummary
 

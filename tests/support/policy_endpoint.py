@@ -1,4 +1,4 @@
-"""A small HTTP endpoint that stands in for the policy of an environment. Its answers are scripted."""
+"""A small HTTP endpoint with scripted answers. It replaces the policy of an environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def echo(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PolicyEndpoint:
-    """Answers a request with the result of ``script`` for its body. ``requests`` has the bodies of all requests."""
+    """Answers each request with ``script(body)``. ``requests`` has the bodies of all requests."""
 
     def __init__(self, script: Callable[[Mapping[str, Any]], dict[str, Any]] = echo) -> None:
         self.requests: list[dict[str, Any]] = []

@@ -1,7 +1,8 @@
 """Resolves the arguments of SGLang servers for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
 The program reads a JSON list of argument lists. For each kind of GPU, it writes a JSON list of the resolved arguments.
-It forks one process per kind. In this process, torch reports such a GPU, and empty modules replace compiled packages.
+It forks one process per kind. In each process, torch reports a GPU of the kind, and empty modules replace compiled
+packages.
 """
 
 import importlib.abc
@@ -21,7 +22,7 @@ VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
 
 
 class Absent:
-    """Stands in for a function or class of a compiled package. A call of it raises an error."""
+    """Replaces a function or class of a compiled package. A call of the object raises an error."""
 
     def __init__(self, name):
         self._name = name

@@ -34,12 +34,12 @@ class ProcessOutput:
         return "\n".join(self.lines)
 
     def read_lines(self) -> list[str]:
-        """Return the lines that have come since the last read. Does not wait for further lines."""
+        """Return the lines that the process has written since the last read. Does not wait for further lines."""
         fresh: list[str] = []
         with suppress(queue.Empty):
             while (line := self._fresh.get_nowait()) is not None:
                 fresh.append(line)
-            self._fresh.put(None)  # keep the end mark for `finish`
+            self._fresh.put(None)  # put the end mark back, because `finish` needs it
         self.lines += fresh
         return fresh
 
@@ -59,7 +59,7 @@ class ProcessOutput:
                 return line
 
     def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait until ``is_true()`` returns true. Fail if the process ends before. Messages name ``what`` is missing."""
+        """Wait until ``is_true()`` returns true. Fail if the process ends earlier. Error messages contain ``what``."""
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if self.process.poll() is not None:
@@ -69,7 +69,7 @@ class ProcessOutput:
             time.sleep(0.05)
 
     num_steps: int
-    """Number of steps of the run that were made and not lost."""
+    """Number of finished learner steps, without steps that a return to a checkpoint removed."""
 
     def wait_for_step(self, number: int, timeout_s: float = 240.0) -> None:
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)

@@ -40,8 +40,8 @@ def publish_bytes(
 ) -> WeightOffer:
     """Publish the bytes ``image`` as one tensor, in pieces of 16 KiB.
 
-    If ``base`` is given, the bytes are written as delta files, otherwise as one data file. If ``frozen`` is given, the
-    manifest says that the bytes are an adapter of the frozen weights ``frozen``.
+    With ``base``, the bytes are written as delta files, otherwise as one data file. With ``frozen``, the manifest
+    says that the bytes are an adapter of the frozen weights ``frozen``.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)

@@ -38,7 +38,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     """Call ``function(*args)`` on every rank. Returns the list of results. If a rank fails or dies, this call fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    # Start a TCP store in this process, through which the ranks find each other, as with torchrun.
+    # Start a TCP store in this process. The ranks find each other through the store, as with torchrun.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [
@@ -47,7 +47,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        of_rank.close()  # so that the death of a rank closes its pipe
+        of_rank.close()  # otherwise the death of a rank would not close its pipe
     try:
         return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:

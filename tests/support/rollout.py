@@ -108,7 +108,7 @@ class InMemoryBuffer(OffersInMemory):
         await self.commit()
 
     async def expire(self, group_id: int) -> None:
-        """Let the lease of a group expire, and do not tell its worker."""
+        """Let the lease of a group expire, without a message to its worker."""
         self._now += 2 * LEASE_S
         for lease in self.ledger.groups.leases.all():
             if lease.group_id != group_id:
@@ -117,7 +117,7 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def revoke(self, group_id: int) -> None:
-        """Let the lease of a group expire, and tell its worker."""
+        """Let the lease of a group expire, with a message to its worker."""
         await self.expire(group_id)
         for _, revocation in self.ledger.attempts.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
@@ -216,7 +216,7 @@ async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
-    """Return a script. A finished response has ``num_tokens`` tokens in total, also if it was continued."""
+    """Return a script. A finished response has ``num_tokens`` tokens in total, even if it continues a prefix."""
 
     def script(request: Any, version: int) -> ScriptedAnswer:
         num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))

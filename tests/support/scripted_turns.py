@@ -97,7 +97,7 @@ class Talk:
         return await self.session.chat(request)
 
     def check(self):
-        """Check that each engine prompt is the path to its turn, so that no sampled text was encoded again."""
+        """Check that each engine prompt is the path to its turn. Then no sampled text was encoded again."""
         for prompt, turn in self.turns.requests:
             episode = self.turns.episode
             assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))

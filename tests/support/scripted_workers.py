@@ -22,7 +22,7 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for all workers and their resources. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
+    """Replaces all workers and their resources. A call takes ``takes_s`` s. With ``hangs``, `counters` takes 60 s.
 
     Attributes:
         deaths: The error with which a worker dies, by rank.
@@ -153,7 +153,7 @@ class Workers:
 
 
 class Graves:
-    """Stands in for the controller's buffer client. For each dead worker, the buffer reports 70 lost tokens.
+    """Replaces the controller's buffer client. For each dead worker, the buffer reports 70 lost tokens.
 
     Attributes:
         error: The error that `bury` raises, or None.

@@ -157,7 +157,7 @@ class SimulatedEngineWorker:
 
 
 class SimulatedFleet:
-    """Engines with given speeds, and a learner that needs ``step_s`` per step and publishes at once.
+    """Engines with given speeds, and a learner that needs ``step_s`` per step and then publishes.
 
     Args:
         speeds: For each engine, the tokens per second of one group. An entry can be a function of time.

@@ -44,7 +44,7 @@ def as_stranger(function: Callable[[], Any]) -> Any:
 def refusals(paths: list[str]) -> dict[str, str]:
     """Connect to Unix sockets.
 
-    Returns a word per socket: the name of the error, ``closed`` if the server closes the connection at once, or an
+    Returns a word per socket: the name of the error, ``closed`` if the server closes the connection, or an
     empty string if the connection stays open. A path that begins with @ is an abstract socket.
     """
     found = {}

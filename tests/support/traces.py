@@ -126,7 +126,7 @@ class RecordedRun:
         self._plan()
         self._fill()
 
-    # Fleet
+    # The methods below simulate the fleet.
 
     def _fill(self) -> None:
         if self.ledger.groups.num_queued < 100:

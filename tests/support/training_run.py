@@ -119,7 +119,7 @@ class RunningTraining(ProcessOutput):
             self.family[child.pid] = child
 
     def signal_all(self, number: int) -> None:
-        """Send a signal to every process of the run at once, as ``scancel`` and systemd do."""
+        """Send a signal to every process of the run, as ``scancel`` and systemd do."""
         self.remember_family()
         for process in [*self.family.values(), self.process]:
             with suppress(psutil.NoSuchProcess):

@@ -74,7 +74,7 @@ def runs(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def assert_by_context(group: TrajectoryGroup, next_token: Callable[[list[int]], int]) -> int:
-    """Check that every sampled token is ``next_token`` of the tokens before it on its path.
+    """Check that every sampled token equals ``next_token(path)`` for the tokens ``path`` before it.
 
     Returns the number of sampled tokens.
     """
