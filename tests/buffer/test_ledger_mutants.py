@@ -21,7 +21,6 @@ MODULES = {"rule": "", "ledger": "", "account": "Attempts", "checkpoints": ""}
 CHANGES = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_GtE", "LtE_Gt", "Gt_LtE", "GtE_Lt", "Eq_NotEq", "NotEq_Eq")
 
 EQUIVALENT = {
-    ("rule", "__init__", "LtE_Lt"): "a slack of 0 closes at the first take, before which nothing later is taken",
     ("rule", "take", "Lt_LtE"): "it only sets `_last` to its own value",
 }
 """Mutants that change nothing: module, function, change."""
