@@ -1,8 +1,8 @@
 """Calls methods of the workers of a worker group, and waits for the results with a deadline.
 
-An argument may be a future: the result of another call that possibly still runs. The group then sends the future's Ray
-references. Ray starts the call when the other call has ended, so no worker waits for this result. If the other call
-failed, this call raises the error of the other call.
+An argument of a call may be a future: the result of an earlier call that possibly still runs. The group then passes the
+future's Ray references to Ray, and Ray starts the new call after the end of the earlier call. So no worker is blocked
+while the earlier call runs. If the earlier call failed, the new call raises the same error.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These collect functions return a list of the ranks' results. Rows of padding are not removed from such a list.
+# The collect functions that return a list of the ranks' results. Rows of padding are not removed from such a list.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

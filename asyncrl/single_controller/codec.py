@@ -93,11 +93,11 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bool = False) -> Any:
-    """Turn frames, the byte buffers of a message, back into the value that `encode` got.
+    """Decode a message, and return the value that `encode` got.
 
     Args:
-        frames: The result of `encode`, as any objects with a buffer. The transport must limit the number and the size
-            of frames.
+        frames: The byte buffers that `encode` returned. Their type may differ. The transport must limit the number and
+            the size of frames.
         foreign: The list that `encode` filled.
         writable: Whether a returned array is writable if its frame is writable.
 
@@ -118,7 +118,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
             versions = f"{prefix[-1]}, but this process reads version {VERSION}"
-            raise WireError(f"message has version {versions}; write and read it with the same release")
+            raise WireError(f"message has version {versions}; write and read messages with the same release")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
     decoder = Decoder(buffers, foreign, writable=writable)
     try:
@@ -248,7 +248,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes one message. The values in the header take the message's buffers in order, and each buffer once."""
+    """Decodes one message. Each array in the header takes the next buffer of the message."""
 
     def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], *, writable: bool) -> None:
         self.buffers = buffers
@@ -260,7 +260,7 @@ class Decoder:
 
     def unpack(self, data: Any) -> Any:
         """Decode the msgpack bytes of the header, and return the message's value."""
-        # Skip over the whole header first, to find false lengths before memory is allocated for the values.
+        # First skip over the whole header. This detects wrong lengths before memory is allocated for the values.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
         try:
@@ -295,7 +295,7 @@ class Decoder:
             return complex(*struct.unpack("<dd", data))
         if code == _EXT_FOREIGN:
             if data or self.num_foreign >= len(self.foreign):
-                raise WireError("message refers to a value that was not sent with it")
+                raise WireError("message refers to an unsupported value that was not sent")
             self.num_foreign += 1
             return self.foreign[self.num_foreign - 1]
         if code == _EXT_MARK and data in _MARKS:
@@ -339,7 +339,7 @@ class Decoder:
         if type(places) is not np.ndarray or places.dtype != np.int64 or not isinstance(items, list):
             raise WireError("an array of repeated objects must have a list of items and int64 indices into the list")
         if places.size and not 0 <= places.min() <= places.max() < len(items):
-            raise WireError(f"an array of repeated objects has an index outside its list of {len(items)} items")
+            raise WireError(f"an array of repeated objects has an index that is not in [0, {len(items)})")
         return self.objects([items, len(items)])[places]
 
     def strings(self, parts: list[Any]) -> np.ndarray:
@@ -354,7 +354,7 @@ class Decoder:
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
-        """Build a nested tensor. ``parts`` has the tensor's description. The next buffers have the tensor's memory."""
+        """Build a nested tensor from its description in ``parts``, and from the next buffers of the message."""
         (description,) = parts
         if type(description) is not list:
             raise WireError("the description of a nested tensor is not a list")
@@ -410,7 +410,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
     """Return an array's content as bytes in C order: a view if the array is contiguous, else a copy."""
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # no view is possible if the array is empty or not contiguous, or for some dtypes
+    except (TypeError, ValueError):  # the array is empty or not contiguous, or a view cannot have the array's dtype
         if array.nbytes == 0:
             return memoryview(b"")
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -448,14 +448,14 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
         raise WireError(f"array descriptor has {len(data)} bytes, expected {end}")
     dtype = dtype_of(name)
     if dtype.itemsize == 0:
-        raise WireError(f"the dtype {name!r} of an array has no size")
+        raise WireError(f"the dtype {name!r} of an array has size 0")
     return dtype, shape, prod(shape) * dtype.itemsize
 
 
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
     """Return an array that is a view of a buffer, read-only unless ``writable``.
 
-    ``data`` describes the dtype and the shape (see `describe`). Raises `WireError` if the buffer's size does not fit.
+    ``data`` describes the dtype and the shape (see `describe`). Raises `WireError` if the buffer has another size.
     """
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
@@ -489,7 +489,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """Return the numpy dtype with a name such as ``<f4``. Raises `WireError` if `encode` does not send this dtype."""
+    """Return the numpy dtype with this name, such as ``<f4``. Raises `WireError` if `encode` never sends this dtype."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} is not supported")
     try:
@@ -520,12 +520,14 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 def record_of(parts: list[Any]) -> np.ndarray:
     """Build a structured array from a list that `record_parts` returned.
 
-    Raises `WireError` in the following cases. `decode` turns any other error of this function into `WireError`.
+    Raises `WireError` in the following cases:
 
     - The shape is not valid.
     - The values of a field are not an array, or the shape of the field's array does not begin with the shape of the
       structured array.
     - More than 3/4 of the dtype would be padding.
+
+    This function may also raise other errors. `decode` turns them into `WireError`.
     """
     shape, is_aligned, names, columns = parts
     shape = checked_shape(shape)
@@ -552,7 +554,7 @@ def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligne
 def checked_shape(shape: Any) -> tuple[int, ...]:
     """Check a shape from a message's header, and return it as a tuple. Raises `WireError` for an invalid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
-        raise WireError("an array has an impossible shape: it must have at most 64 dimensions, integers >= 0")
+        raise WireError("an array has an impossible shape: a shape must be at most 64 integers >= 0")
     return tuple(shape)
 
 

@@ -19,10 +19,10 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 
 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
-    """Convert the index of a selection to row positions, [n] int64 in [0, B), where B is ``num_rows``.
+    """Convert the index in ``batch[idxs]`` to row positions: [n] int64 in [0, B), where B is ``num_rows``.
 
     ``idxs`` is a list, array or tensor: integers in [-B, B), or a mask of B bools. Raises `TypeError` for other values.
-    Raises `IndexError` if a position is outside the batch, or if the index has another shape.
+    Raises `IndexError` if a position is outside the batch, or if ``idxs`` has a wrong shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -72,8 +72,8 @@ def cat_columns(parts: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate the rows of arrays.
 
-    `object_array` turns lists of equal length into further dimensions. If object arrays differ in these dimensions, the
-    result has one list per row.
+    If all arrays have dtype object and their rows differ in shape, the result is an object array of shape [B]. Each of
+    its items is one row, as a list (`object_array` turned lists of equal length into further dimensions).
     """
     if len({array.shape[1:] for array in arrays}) == 1 or any(array.dtype != object for array in arrays):
         return np.concatenate(arrays, axis=0)
@@ -81,7 +81,7 @@ def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def cat_rows(tensors: Sequence[Any]) -> Any:
-    """Concatenate the rows of tensors, which are all dense or all nested. Raises `BatchError` for a mixture."""
+    """Concatenate the rows of tensors. Raises `BatchError` if some of the tensors are nested and some are dense."""
     if not any(map(is_nested, tensors)):
         return torch.cat(list(tensors), dim=0)
     if not all(map(is_nested, tensors)):
@@ -119,7 +119,7 @@ def object_array(values: Any) -> np.ndarray:
     """Return ``values`` as a numpy array of dtype object. Sequences of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
-    except ValueError:  # numpy raises this error if arrays have equal first dimensions but other shapes
+    except ValueError:  # numpy raises this error if the values are arrays that differ only after the first dimension
         return _object_column(values)
 
 
@@ -131,7 +131,7 @@ def _object_column(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """Return the entries whose keys are in ``keys``; if ``keys`` is None, all entries. Unknown keys are ignored."""
+    """Return the entries with the given keys. Unknown keys are ignored. If ``keys`` is None, return all entries."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -158,7 +158,7 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a `DataProto` before a TensorDict is built from them.
+    """The tensors of a `DataProto` for which no TensorDict is built yet.
 
     It takes longer to build a TensorDict than to cut tensors into parts with fewer rows. Therefore a `DataProto` builds
     its TensorDict only when ``batch`` is read. Do not change an object of this class. The dataclass is not frozen,
@@ -249,8 +249,8 @@ _DROP_ONE = "Drop or rename one of them"
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
     """Insert the tensors of the second TensorDict into the first TensorDict. Return the changed first TensorDict.
 
-    If one of them is None, return the other. Raises `BatchError` if the batch sizes differ, or if tensors of the same
-    name differ. NaN equals NaN.
+    If one TensorDict is None, return the other. Raises `BatchError` if the batch sizes differ, or if tensors of the
+    same name differ. NaN equals NaN.
     """
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
@@ -300,7 +300,8 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Turn a list of dicts (records) into one dict of lists: for each key, the values of all records.
 
-    If a later record lacks a key, the list of this key is shorter. Raises `BatchError` if a later record has a new key.
+    The result has the keys of the first record. If another record lacks a key, the key's list is shorter. Raises
+    `BatchError` if a record has a key that the first record does not have.
     """
     if not list_of_dict:
         return {}
@@ -329,8 +330,8 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one dict with the meta information of several batches.
 
-    ``metrics`` becomes a dict of lists: for each metric, the values of all batches. Raises `BatchError` if two batches
-    have different values for another key.
+    The entry ``metrics`` becomes a dict of lists: for each metric, the values of all batches. Raises `BatchError` if
+    two batches have different values for the same other key.
     """
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
@@ -368,7 +369,7 @@ def facts_equal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-    """Compare two values like `deep_equal`. ``open_pairs`` has ids of the enclosing containers, to detect cycles."""
+    """Return what `deep_equal` returns. ``open_pairs`` has ids of the enclosing containers, to detect cycles."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -503,7 +504,7 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
     """Build a tensor from a description that `describe` returned, and from buffers with the tensor's memory.
 
-    Each call of ``take`` returns the next buffer. The tensor shares memory with the buffer; with ``copy``, a read-only
+    Each call of ``take`` returns the next buffer. The tensor shares memory with the buffer. If ``copy``, a read-only
     buffer is copied. Raises `WireError` if the description and the buffers do not fit together.
     """
     if type(description) is list:
@@ -557,4 +558,4 @@ def _check_rows(num_values: int, offsets: torch.Tensor, lengths: torch.Tensor | 
     if lengths is not None:
         room = offsets.diff()
         if len(lengths) != len(room) or bool(((lengths < 0) | (lengths > room)).any()):
-            raise WireError("the lengths of a nested tensor are outside its rows")
+            raise WireError("the lengths of a nested tensor do not fit its offsets")

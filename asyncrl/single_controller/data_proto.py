@@ -89,7 +89,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.non_tensor_batch is None:  # verl's callers pass None
+        if self.non_tensor_batch is None:  # callers of verl pass None for an empty dict
             self.non_tensor_batch = {}
         if self.meta_info is None:
             self.meta_info = {}
@@ -177,7 +177,7 @@ class DataProto:
         }
         for key, size in sizes.items():
             if not size:
-                raise BatchError(f"tensor {key!r} has no dimension, and needs one for the rows; put it into meta_info")
+                raise BatchError(f"tensor {key!r} has no dimension for the rows; put a scalar tensor into meta_info")
         if len(set(sizes.values())) > 1:
             raise BatchError(f"tensors must have the same first dimension, got {sizes}")
         batch = TensorDict(source=dict(tensors), batch_size=next(iter(sizes.values()))) if tensors else None
@@ -324,7 +324,7 @@ class DataProto:
                 raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
-            raise ValueError(f"rename needs one new name per old name, and no name twice per list; got {old} and {new}")
+            raise ValueError(f"rename needs one new name per old name, and no repeated names; got {old} and {new}")
         # Remove all tensors first, because the new name of one tensor may be the old name of another.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
@@ -381,7 +381,7 @@ class DataProto:
                 return take_rows(column, repeated)
             if is_nested(column) or column.ndim < 2:
                 raise BatchError(
-                    f"{key!r} has no second dimension, or the length differs between rows; remove it from split_keys"
+                    f"{key!r} has no second dimension of the same length in all rows; remove {key!r} from split_keys"
                 )
             if column.shape[1] % n_split != 0:
                 raise BatchError(
@@ -520,7 +520,7 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors and arrays in bytes. For an object array, only the pointers count."""
+        """Size of the tensors and arrays in bytes. The size of an object array includes only its pointers."""
         return sum(value.nbytes for value in [*self.columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
@@ -584,8 +584,8 @@ class DataProto:
     def _shared_batch(self) -> Any:
         """Return the tensors of this batch, for a new batch that shares memory with this batch.
 
-        If other processes may read the memory, return an `UnbuiltBatch`. This batch and the new batch then each build
-        a TensorDict with copies of the tensors, when ``batch`` is read. Otherwise return this batch's own TensorDict.
+        If other processes may read the memory, return an `UnbuiltBatch`. Then both batches build their own TensorDict
+        with copies of the tensors when their ``batch`` is read. Otherwise return the TensorDict of this batch.
         """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
@@ -670,7 +670,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 def _dense(key: str, column: Any) -> Any:
     if is_nested(column):
-        raise BatchError(f"{key!r} is a nested tensor, which cannot be folded; remove it with pop")
+        raise BatchError(f"{key!r} is a nested tensor, which cannot be reshaped; remove {key!r} with pop")
     return column
 
 

@@ -57,7 +57,7 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Return ``chunks`` futures, one for each part of the rows of the result. The result is not fetched yet."""
+        """Return a list of ``chunks`` futures: one per part of the rows of the result. Nothing is fetched yet."""
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
@@ -82,7 +82,7 @@ class DataProtoFuture:
 
         If ``dispatch_fn`` is not None, return the part of the joined result that ``dispatch_fn`` selects.
 
-        Raises `DeadlineError` if a result is late, and `WorkerDiedError` if a worker died.
+        Raises `DeadlineError` after ``timeout_s`` seconds, and `WorkerDiedError` if a worker died.
         """
         return self.resolve(fetch(self.futures, timeout_s))
 
@@ -160,8 +160,8 @@ class BatchData:
         if not all(map(_is_batch, data)) or len(set(map(_is_tensordict, data))) > 1:
             kinds = ", ".join(type(part).__name__ for part in data)
             raise UsageError(
-                f"results must all be DataProto or all be TensorDict to be joined, got {kinds}; return a batch on "
-                "every rank, without rows if a rank has none"
+                f"results can be joined only if all are DataProto or all are TensorDict, got {kinds}; return a batch "
+                "on every rank, if necessary a batch without rows"
             )
         if _is_tensordict(data[0]):
             from asyncrl.single_controller import columns
@@ -187,7 +187,7 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Metaclass of `DynamicEnum`. An enumeration ``Kind`` then supports ``for``, ``in`` and ``len``.
+    """Metaclass of `DynamicEnum`. It makes ``for``, ``in`` and ``len`` possible for an enumeration ``Kind``.
 
     ``Kind["name"]`` and ``Kind.name`` return the member with the name ``name``, in upper or lower case.
     """
@@ -212,7 +212,7 @@ class _Members(type):
         member = cls._registry.get(name.upper())
         if member is None:
             known = ", ".join(member.name for member in cls)
-            raise AttributeError(f"{cls.__name__} has no member {name!r}, only {known}; add it with register()")
+            raise AttributeError(f"{cls.__name__} has no member {name!r}, only {known}; add a member with register()")
         return member
 
 
@@ -367,8 +367,8 @@ BESIDE = "beside"
 def beside(method: Method) -> Method:
     """Make the worker run the method in a second thread. The method must have the decorator `register` already.
 
-    The second thread runs the calls of decorated methods in order. The decorated methods must be thread-safe. The first
-    thread runs all other methods of the class. Neither thread is the main thread of the process.
+    The second thread runs the calls of such methods in order. These methods must be thread-safe. The first thread runs
+    all other methods of the class. Neither thread is the main thread of the process.
 
     Raises `UsageError` if the method is not registered yet.
     """
@@ -483,8 +483,8 @@ def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any)
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Repeat the first argument for every rank. Cut the rows of the other arguments into one part per rank.
 
-    Returns (args, kwargs) like `dispatch_dp_compute_data_proto`. Raises `UsageError` if the first argument is not a
-    Python function (``def`` or ``lambda``).
+    Returns (args, kwargs) in the same form as `dispatch_dp_compute_data_proto`. Raises `UsageError` if the first
+    argument is not a Python function (``def`` or ``lambda``).
     """
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
@@ -593,11 +593,10 @@ def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """Return a dict with the functions ``dispatch_fn`` and ``collect_fn``, for `register` as ``dispatch_mode``.
+    """Return a dict with the functions ``dispatch_fn`` and ``collect_fn``. Pass it to `register` as ``dispatch_mode``.
 
-    A call of a method that is registered with this dict cuts each batch into one part per dp rank of the mesh
-    ``mesh_name``. Before the first call, each worker must register its dp rank in this mesh with
-    ``_register_dispatch_collect_info``.
+    A call of the registered method cuts each batch into one part per dp rank of the mesh ``mesh_name``. Before the
+    first call, each worker must register its dp rank in this mesh with ``_register_dispatch_collect_info``.
     """
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
@@ -633,9 +632,9 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """Return a dict with the entry ``execute_fn_name``: the name of a method of the worker group.
+    """Return a dict with the entry ``execute_fn_name``: the name of the worker group's method for this execute mode.
 
-    This method runs calls of the worker methods that have the given ``execute_mode``.
+    The method of the group calls a method of all workers, or of rank 0.
     """
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 

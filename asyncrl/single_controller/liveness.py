@@ -139,7 +139,7 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's own lines in a log begin with these texts
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # a line of a log comes from Ray if it begins so
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:

@@ -234,7 +234,7 @@ class RayResourcePool(ResourcePool):
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
     ) -> None:
-        """Wait until ``pgs[first:]`` are granted. At the deadline, release all of ``pgs`` and raise `DeadlineError`."""
+        """Wait until Ray grants ``pgs[first:]``. At the deadline, release all of ``pgs`` and raise `DeadlineError`."""
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
         if not waiting:
@@ -286,7 +286,7 @@ class RayResourcePool(ResourcePool):
                 remove_placement_group(pg)
         elif self.detached and current_cluster() is None:
             where = f"pool {self.name_prefix!r} is detached and outlives Ray's shutdown"
-            raise UsageError(f"{where}; connect to its cluster again to release it")
+            raise UsageError(f"{where}; to release the pool, connect to the same cluster again")
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _has_ended(self) -> bool:
@@ -439,7 +439,7 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
     """
     for pool in (rp1, rp2):
         if isinstance(pool, SubRayResourcePool):
-            raise UsageError(f"pool {pool.name_prefix!r} is a part of a pool; merge whole pools, and split the result")
+            raise UsageError(f"pool {pool.name_prefix!r} is a part of a pool; merge whole pools, then split the result")
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
@@ -481,7 +481,7 @@ class WorkerRole(DynamicEnum):
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
-        raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
+        raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; use register() to add one")
 
 
 Role = WorkerRole  # verl uses this name for the class
@@ -533,7 +533,7 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Return the number of processes over all pools. Each process counts as one device."""
+        """Return the number of processes of all pools together: one device per process."""
         return sum(count for process_on_nodes in self.resource_pool_spec.values() for count in process_on_nodes)
 
     def _check_resource_available(self) -> None:
@@ -564,8 +564,8 @@ class ResourcePoolManager:
             total = sum(have.get(scarce, 0) for have in free.values())
             raise ValueError(
                 f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
-                f"After larger sets of processes are placed, all nodes together have {total:g} {scarce} left. Ask for "
-                "fewer processes or add nodes"
+                f"Larger sets of processes are placed first; all nodes together then have {total:g} {scarce} left. Ask "
+                "for fewer processes or add nodes"
             )
 
 
@@ -724,7 +724,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """Reserve a pool if it is not reserved yet. Return one slot per rank, which has the rank's reserved resources.
+    """Reserve a pool if it is not reserved yet. Return the reserved resources of each rank, in the order of the ranks.
 
     ``strategy`` replaces the pool's placement strategy. ``device_name`` is ``cuda`` or ``npu``.
     """

@@ -52,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Redirect output to the worker's log before the constructor runs. Blocked stop signals stay blocked."""
+        """Redirect output to the worker's log before the constructor runs. Stop signals that are blocked stay blocked."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -64,7 +64,7 @@ class Worker(WorkerHelper):
         if cuda_visible_devices not in (None, ALL_DEVICES):
             os.environ[visible_devices_name()] = cuda_visible_devices
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            raise ValueError("RANK and WORLD_SIZE are not set; start the Worker by a RayWorkerGroup, which sets them")
+            raise ValueError("RANK and WORLD_SIZE are not set; start the worker with a RayWorkerGroup, which sets them")
         store: dict[str, Any] = {f"_{key.lower()}": os.environ.get(key) for key in self.env_keys()}
         store |= {
             "_rank": int(os.environ["RANK"]),
@@ -188,7 +188,7 @@ class Worker(WorkerHelper):
     def _known_mesh(self, mesh_name: str) -> str:
         if mesh_name not in self._dispatch_dp_rank:
             known = sorted(self._dispatch_dp_rank)
-            raise UsageError(f"mesh {mesh_name!r} is not registered, only {known}; register it in __init__")
+            raise UsageError(f"mesh {mesh_name!r} is not registered, only {known}; register the mesh in __init__")
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
@@ -370,7 +370,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method like `_route`, but first await the futures in its arguments, so the event loop is not blocked."""
+    """Do the same as `_route`, but first await the futures in ``args`` and ``kwargs``. This frees the event loop."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

@@ -64,7 +64,7 @@ class WorkerGroup:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return a registered method of the workers' class."""
+            """Return a registered method of the class of the workers."""
 
     @property
     def world_size(self) -> int:
@@ -123,7 +123,7 @@ class WorkerGroup:
         """
         rank = await first_death(self._workers, self._is_worker_alive)
         if rank is None:
-            raise ClusterDiedError("Ray was shut down while its workers were watched")
+            raise ClusterDiedError("Ray was shut down while this process watched the workers")
         return self._death_of(rank)
 
     def _death_of(self, rank: int) -> WorkerDiedError:
@@ -224,7 +224,7 @@ class RayWorkerGroup(WorkerGroup):
         self.name_prefix = get_random_string(length=6) if name_prefix is None else name_prefix
         self.device_name = device_name
         if use_gpu and resource_pool is not None and not resource_pool.use_gpu:
-            raise UsageError("use_gpu is True, but the pool reserved no devices; make it with use_gpu=True")
+            raise UsageError("use_gpu is True, but the pool reserved no devices; make the pool with use_gpu=True")
         self.use_gpu = use_gpu if use_gpu is not None else resource_pool is None or resource_pool.use_gpu
         self.customized_worker_env = worker_env or {}
         self.profile_steps, self.worker_nsight_options = profile_steps, worker_nsight_options
@@ -394,7 +394,7 @@ class RayWorkerGroup(WorkerGroup):
         if taken:
             raise UsageError(f"worker_env sets {taken}, but the group sets them; remove them from worker_env")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
-        # Ray 2.60 shows all GPUs to an actor that has reserved none, so hide them.
+        # Ray 2.60 shows all GPUs to an actor that has reserved no GPU. Therefore hide the GPUs.
         hidden = {} if self.use_gpu else NO_GPUS
         return hidden | self.customized_worker_env | env
 
@@ -406,7 +406,7 @@ class RayWorkerGroup(WorkerGroup):
         Raises `UsageError` for an unknown role.
         """
         if self.ray_cls_with_init is None:
-            raise UsageError("this group does not know its workers' class; make it with ray_cls_with_init")
+            raise UsageError("this group does not know the class of its workers; pass ray_cls_with_init to the group")
         raw = unwrap(self.ray_cls_with_init.cls)
         classes = getattr(raw, "raw_cls_dict", {})
         groups = {}
@@ -459,7 +459,7 @@ class RayWorkerGroup(WorkerGroup):
     def _execute_all(
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
-        """Call a method of every worker like `execute_all_async`. Ranks in ``silent`` return errors, but no results."""
+        """Do the same as `execute_all_async`, but the ranks in ``silent`` return only errors, and no results."""
         num_workers = len(self._running())
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = [[arg] * num_workers for arg in args]

@@ -164,7 +164,7 @@ def test_values_that_the_codec_cannot_encode_are_passed_in_the_list_foreign():
     frames = codec.encode({"f": len, "x": 1}, foreign=foreign)
     assert foreign == [len]
     assert codec.decode(frames, foreign=foreign) == {"f": len, "x": 1}
-    with pytest.raises(WireError, match="was not sent with it"):
+    with pytest.raises(WireError, match="value that was not sent"):
         codec.decode(frames)
 
 

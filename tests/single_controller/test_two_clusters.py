@@ -101,7 +101,7 @@ try:
     pool.shutdown()
     raise SystemExit("a detached reservation was forgotten")
 except UsageError as error:
-    assert "connect to its cluster again" in str(error)
+    assert "connect to the same cluster again" in str(error)
 begin()
 assert pool.get_placement_groups() is reserved
 assert RayWorkerGroup(pool, RayClassWithInitArgs(Ranked), timeout_s=60).place() == [0, 1]
