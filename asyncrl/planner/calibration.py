@@ -140,7 +140,7 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The recorded events of each trained group, with one entry per step that trained on the group.
+        """A list of the groups that each step trained on, with the recorded events of each group.
 
         Warm-up steps are left out.
         """
@@ -148,7 +148,7 @@ class _Reading:
 
     @cached_property
     def _written(self) -> list[Stamp]:
-        """The recorded events that have the response lengths of a finished group.
+        """For each finished group, the recorded event that has the group's response lengths.
 
         Some of these groups were not stored: a filter of the buffer dropped them, or their policy version was too old.
         """
@@ -214,13 +214,13 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # Join the overlapping intervals of each worker, because a worker scores and stores one group at a time. An
-        # interval lasts from the last token of a group until the group is stored.
+        # An interval lasts from the last token of a group until the group is stored.
+        # Join overlapping intervals of the same worker, because a worker scores and stores one group at a time.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
-        used = min(1.0, rank_s / self._step_s)  # compute the fraction of an update in which a rank uses its CPU
+        used = min(1.0, rank_s / self._step_s)  # compute the fraction of the update time in which a rank uses its CPU
         return replace(
             scenario,
             settle_s=0.0,

@@ -216,8 +216,8 @@ def make_plan(
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
     """Return the prediction with the smallest lag among the fastest predictions.
 
-    A prediction counts as fastest if it is at most `AS_FAST` slower than the fastest one. The first prediction is for
-    the present options; it wins a tie. A prediction for other options is left out in three cases:
+    These are the predictions whose step takes at most the fraction `AS_FAST` longer than the fastest step. The first
+    prediction is for the present options; it wins a tie. A prediction for other options is left out in three cases:
 
     - It has another batch size.
     - It uses more devices.
@@ -321,8 +321,8 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # Remove `moved` engines and give their devices to learner ranks, or add `moved` engines on devices of ranks.
-    # `moved` is the smallest number that keeps the number of ranks a multiple of `ranks_at_once`.
+    # Decrease or increase the number of engines by `moved`, and give the other devices to learner ranks.
+    # `moved` is the smallest change of the number of engines that `ranks_at_once` permits.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine

@@ -325,12 +325,12 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[MemoryK
         MemoryKind.activations: kept + last_norm,
         MemoryKind.output_layer: _output_layer(model, setup, head),
     }
-    # At the end of the backward pass, FSDP has freed the gathered root unit, but `rank_bytes` still counts this unit.
+    # At the end of the backward pass, FSDP has freed the gathered root unit, but `rank_bytes` includes this unit.
     at_end = {MemoryKind.gradients_in_transit: reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
-    # Compute the memory of each layer at two moments: before the gradients of the layer's parameters exist
-    # (``has_gradients`` is False), and when they exist (``has_gradients`` is True).
+    # Compute the memory at two moments per layer: before and after the gradients of the layer are allocated.
+    # ``has_gradients`` is True for the moment after the gradients of the layer are allocated.
     for (layer, below, above), has_gradients in product(units, (False, True)):
         own = size * gathers * layer * has_gradients
         layer_moment = {
@@ -343,7 +343,10 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[MemoryK
 
 
 def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
-    """Return the bytes of logits and gradients in the backward pass of an output layer with ``head`` parameters."""
+    """Return the bytes of logits and gradients in the backward pass of the output layer.
+
+    ``head`` is the number of trained parameters of the output layer.
+    """
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
     if head and setup.compute_bytes == 2 and setup.chunk_tokens < WEIGHT_CHUNK_TOKENS:
         # One matrix product computes the weight gradient of several chunks from the logit gradients of these chunks.
@@ -391,7 +394,7 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
     """Return the options that determine the memory of a learner rank with the role ``role``, such as ``actor``.
 
     ``model`` has the sizes of the role's model. ``card_bytes`` is the memory of the GPU; 0 if it is unknown.
-    With 0, ``gradient_sync=auto`` counts as ``update``.
+    If it is unknown, ``gradient_sync=auto`` is treated as ``update``.
     """
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0
@@ -442,7 +445,7 @@ def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 
 
 
 def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[MemoryKind, int]]:
-    """Return the peak memory that each role of a pool needs alone."""
+    """Return the peak memory of each role of a pool, as if the role did not share its devices with other roles."""
     uses = {}
     for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
         path = role_model(config, role)
@@ -545,7 +548,7 @@ def longest_sample(config: RunConfig) -> int:
 
 
 def kv_tokens(config: RunConfig) -> int:
-    """Return how many tokens the KV cache of one engine needs to hold, at most."""
+    """Return the largest number of tokens that the KV cache of one engine must have room for."""
     fleet = config.rollout_fleet
     num_samples = fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     wanted = min(num_samples, fleet.sglang.max_running_requests) * longest_sample(config)

@@ -120,7 +120,7 @@ class LearnerModel:
 
     Attributes:
         step_s: Fixed time of a step, in addition to the time of its tokens.
-        rank_s_per_token: Time that one rank needs for one token. Prompt tokens count too. The ranks share the tokens.
+        rank_s_per_token: Time that one rank needs for one token of a prompt or response. The ranks share the tokens.
         copy_s: Pause of the ranks to copy the weights of a new version.
         publish_s: Time from the end of the copy until engines can load the version. Training and generation continue.
         load_s: Pause of an engine to load the version.
@@ -306,7 +306,7 @@ def load_spec(path: Path) -> Scenario:
 def configured(scenario: Scenario, config: RunConfig) -> Scenario:
     """Return a copy of ``scenario`` with the options of the run ``config``.
 
-    Values that no option sets do not change, such as the time of a step.
+    Values that are not options of a run, such as the time of a step, stay unchanged.
     """
     fleet, buffer = config.rollout_fleet, config.buffer
     engine = replace(

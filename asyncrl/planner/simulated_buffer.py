@@ -38,7 +38,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # one handle for all timers that never fire
+        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # all timers that never fire share it
 
     def time(self) -> float:
         """Return the current time in simulated seconds."""
@@ -144,8 +144,8 @@ class SimulatedBuffer:
     def join(self, client: bytes, on_revoked: OnRevoked, on_hand_on: OnHandOn | None = None) -> None:
         """Register the client with the name ``client``. A client holds leases (rights to generate a prompt group).
 
-        The buffer calls ``on_revoked(group_id, attempt)`` after it has taken a lease back. It calls ``on_hand_on`` with
-        (group id, attempt number) pairs of groups that the client must stop, so that another client continues them.
+        The buffer calls ``on_revoked(group_id, attempt)`` after it has revoked a lease. The buffer calls ``on_hand_on``
+        with (group id, attempt) pairs of groups that the client must stop, so that another client continues them.
         """
         self._on_revoked[client] = on_revoked
         if on_hand_on is not None:

@@ -119,7 +119,7 @@ class SimulatedEngine:
         self._pending_load: tuple[int, float, Callable[[], None]] | None = None
 
     def paused_s(self) -> float:
-        """Return how many simulated seconds the engine has paused until now to load weights."""
+        """Return the total time that the engine has paused so far to load weights, in simulated seconds."""
         self._advance()
         return self.loading_s
 
@@ -264,10 +264,10 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Return how many decoding steps the batch had done at the simulated time ``moment``, in seconds.
+            """Return how many decoding steps the batch had completed at ``moment``, in simulated seconds.
 
-            Each decoding step adds one token to each running sample. Call the function when the batch ends: the present
-            time counts as the end of the batch.
+            Each decoding step adds one token to each running sample. The function must be called at the end of the
+            batch, because it uses the present time as the end.
             """
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
@@ -303,7 +303,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # a new number, so that the previous timer does nothing
+        self._timer += 1  # change the number, because a timer with an old number does nothing
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -331,7 +331,7 @@ class SimulatedEngine:
     def _leave(self, sample: _Running) -> None:
         self._load -= sample.weight
         self._begun -= sample.weight * (sample.ends_at - sample.length)
-        if not self._running:  # set both sums to 0, because they may have rounding errors
+        if not self._running:  # set `_load` and `_begun` to 0, because these sums may have rounding errors
             self._load = self._begun = 0.0
 
     def _write(self, sample: _Running) -> bool:
@@ -379,7 +379,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # a new number, so that the previous timer does nothing
+        self._timer += 1  # change the number, because a timer with an old number does nothing
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))

@@ -90,7 +90,7 @@ def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[
 
 
 class SimulatedWorker:
-    """A simulated rollout worker: it requests groups from the buffer, and stores what its engine generates."""
+    """A simulated rollout worker. It leases groups from the buffer, and stores the groups that its engine generates."""
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         scenario = simulation.scenario
@@ -535,7 +535,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            # Call `bound_queue` after 0 s, so that a batch can take groups at this moment before groups are dropped.
+            # Call `bound_queue` after 0 s. A batch that is planned now takes its groups before groups are dropped.
             call_after(self.env, 0.0, bound_queue)
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
