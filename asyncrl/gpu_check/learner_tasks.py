@@ -64,7 +64,7 @@ def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> s
 
 
 def models(setup: Setup, *, experts: bool) -> Measured:
-    """Save a model with random weights for later tasks. Yields one mapping: the model's path and its size in bytes."""
+    """Save a model with random weights for later tasks. Yields one mapping: the model's path and size in bytes."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
     path = save_model(folder, setup.sizes, experts=experts, dtype=setup.dtype)
     yield {"path": path, "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}

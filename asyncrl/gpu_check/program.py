@@ -331,9 +331,9 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
 
 
 def runs(setup: Setup) -> Iterator[Result]:
-    """Run the quickstart in three forms: on separate devices, with colocated learner and engines, with a killed engine.
+    """Run the quickstart in three forms. On a machine with one GPU, only the colocated form runs.
 
-    On a machine with one GPU, only the colocated form runs.
+    The forms are: learner and engines on the same devices (colocated), on separate devices, and with a killed engine.
     """
     rows: list[tuple[str, list[str], bool]] = [("quickstart-colocated", ["placement.colocated=true"], False)]
     if setup.device == "cpu" or setup.num_gpus > 1:
@@ -374,7 +374,7 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
             result = next(results)
         except StopIteration:
             return
-        except Exception as error:  # noqa: BLE001 - the next checks must run after any error
+        except Exception as error:  # noqa: BLE001 - an error of a check must not prevent the next checks
             seconds = time.perf_counter() - began
             text = f"{type(error).__name__}: {error}"
             yield Result(name=check.name, state=State.failed, seconds=seconds, number=text, remedy="see its log")

@@ -154,7 +154,7 @@ def _publisher(pair: _Pair, name: str, carrier: Carrier = Carrier.folder, backen
 
 
 async def _updates(pair: _Pair, carrier: Carrier, backend: Backend, memory: Path) -> dict[str, Any]:
-    """Publish versions while samples run. The engine's log-probs of the last version must match the learner's."""
+    """Publish versions while samples run. The log-probs of the engine must match those of the learner."""
     publisher = _publisher(pair, carrier.value, carrier, backend)
     stager = WeightStager(f"check-{carrier.value}", memory=memory, copies=False, timeout_s=60.0)
     pauses, seconds, num_bytes = [], [], 0

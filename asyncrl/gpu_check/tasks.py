@@ -24,7 +24,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy from `learner.config`, whose import is slow
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # copy the value, because to import `learner.config` is slow
 
 
 class TaskFailed(Exception):
@@ -163,7 +163,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         codes = [process.wait() for process in ranks]
         if not stop.is_alive():
             raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
-        # Prefer a status other than -9, because the other ranks are killed (status -9) after a rank has failed.
+        # Prefer a status other than -9. After a rank has failed, `_end_all_after` kills the other ranks (status -9).
         for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
             if code:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
