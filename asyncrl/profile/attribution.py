@@ -29,7 +29,7 @@ _RECENT_STEPS = 10
 
 
 class FleetCause(StrEnum):
-    """Why a slot of an engine (the capacity for one sample) was idle. The first cause that applies counts."""
+    """Why a slot of an engine (the capacity for one sample) was idle. If several causes apply, the first is used."""
 
     engine_down = "engine_down"
     start = "start"
@@ -49,7 +49,7 @@ class FleetCause(StrEnum):
 
 
 class LearnerCause(StrEnum):
-    """Why a learner rank was idle. The first cause that applies counts.
+    """Why a learner rank was idle. If several causes apply, the first is used.
 
     For ``batch_tail`` and all later causes, the rank waits for a batch.
     """
@@ -84,7 +84,7 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period in which the state of one rank, or of ``places`` sample slots of one engine, does not change.
+    """A period in which the state of one rank, or of some sample slots of one engine, does not change.
 
     Attributes:
         lane: Name of the rank or engine in the record. Example: ``engine-0``.
@@ -102,7 +102,7 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """The length of the period, multiplied by the number of slots that have its state, in nanoseconds."""
+        """The length of the period in nanoseconds, multiplied by the number of slots that have this state."""
         return self.places * (self.end - self.start)
 
 
@@ -186,7 +186,7 @@ class Series:
     """The values of an integer over time. The integer is 0 before its first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
-        """Take (time, new value) pairs in any order. If several pairs have the same time, the last of them counts."""
+        """Take (time, new value) pairs in any order. If several pairs have the same time, the last one is used."""
         self.changes = sorted(changes, key=lambda change: change[0])
 
     @classmethod
@@ -526,7 +526,7 @@ class Figures:
     def to_dict(self) -> dict[str, Any]:
         """Return the measured numbers as nested dicts for JSON.
 
-        A value whose name ends in ``_ns`` is a sum over all ranks, or over all sample slots, in nanoseconds.
+        Values with names in ``_ns`` are nanoseconds: sums over all ranks, or over all sample slots of the engines.
         """
         pools = {
             pool: {

@@ -243,7 +243,10 @@ def _state(trace: Trace, lane: str) -> str:
 
 
 def members(trace: Trace) -> Chart:
-    """Return a table of the engines at the end of the record: column names, and one row of texts per engine."""
+    """Return a table that shows each engine's state at the end of the record.
+
+    The table has column names, and one row of texts per engine.
+    """
     finished = Counter(stamp.lane for stamp in trace.stamps if stamp.event == GroupEvent.last_token)
     hosts = {process.name: process.host for process in trace.processes}
     rows = []

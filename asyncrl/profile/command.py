@@ -90,7 +90,7 @@ def history_of(trace: Trace, group_id: int) -> list[str]:
 
 
 def show(report: OverlapReport, console: Console) -> None:
-    """Print tables of busy and idle time of the run and of its latest steps to ``console``."""
+    """Print tables of busy and idle times to ``console``: for the whole run, and for each of the latest steps."""
     run = report.run
     if not run.num_steps:
         console.print("no learner step is finished yet")

@@ -187,7 +187,7 @@ def check_dashboard(address: str, token: str) -> None:
 async def serve(run_dir: Path, address: str, *, token: str, with_parent: bool) -> None:
     """Serve the dashboard of a run on ``address`` (HOST:PORT). Write the URL to stdout, then run until cancelled.
 
-    If ``with_parent`` is true, return at the end of stdin. The parent process closes stdin when it ends.
+    If ``with_parent`` is true, return when stdin ends, which happens at the end of the parent process.
     """
     host, port = split_address(address, "dashboard_address")
     dashboard = Dashboard(run_dir, token=token, only_loopback=is_loopback(host))

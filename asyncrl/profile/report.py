@@ -390,5 +390,5 @@ def read_advice(run_dir: Path) -> Advice | None:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} must hold an object with the fields of the class Advice under the key 'advice', got "
-            f"{document['advice']!r}; run asyncrl plan to write the file again, or delete it"
+            f"{document['advice']!r}; run asyncrl plan to write the file again, or delete the file"
         ) from error

@@ -160,13 +160,16 @@ class GroupLife:
 
     @property
     def lag_before_queue(self) -> int:
-        """Learner steps from the group's oldest token to the group's storage; -1 if the group was never stored."""
+        """Number of learner steps from the group's oldest token until the buffer stored the group; -1 if it did not."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """Learner steps from the group's storage to its training; -1 if the group was not stored or not trained."""
+        """Number of learner steps from the time when the buffer stored the group until a step trained on the group.
+
+        The value is -1 if the group was not stored or not trained on.
+        """
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
@@ -233,7 +236,7 @@ class Trace:
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
-        # Ensure that no step ends before the previous step, because converted times have small errors.
+        # Converted times have small errors. Therefore ensure that no step ends before the end of the previous step.
         ends = list(accumulate((span.end for span in taken), max))
         starts = [span.start for span in taken[:1]] + ends
         return tuple(
@@ -381,7 +384,7 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop the records that are older than ``before``, in nanoseconds. Spans that end later are kept.
+        """Drop the records of all times before ``before``, in nanoseconds. Keep the spans that end after this time.
 
         Later calls of `read` then have less work. The next trace still has the value of each count at ``before``.
         """
