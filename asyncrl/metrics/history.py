@@ -29,14 +29,14 @@ class History:
 
 
 def read_history(run_dir: Path, version: int) -> History:
-    """Read the records of the steps and evaluations before a checkpoint of learner version ``version``.
+    """Read the records of the steps and evaluations before a checkpoint of the policy version ``version``.
 
     Raises:
         ValueError: there are no metrics, or a line is not a record of this version of asyncrl.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} must hold the steps before the checkpoint, but this file does not exist; restore it")
+        raise ValueError(f"{path} must hold the steps before the checkpoint, but is missing; restore the file")
     whole = read_records(run_dir)
     return History(
         steps=[record for record in whole.steps if record.step < version],
@@ -45,7 +45,7 @@ def read_history(run_dir: Path, version: int) -> History:
 
 
 def read_records(run_dir: Path) -> History:
-    """Read the records of all steps and evaluations in a run's folder. A missing file counts as empty.
+    """Read the records of all steps and evaluations in a run's folder. A missing file is treated as empty.
 
     Raises:
         ValueError: a line is not a record of this version of asyncrl. The message names the line.

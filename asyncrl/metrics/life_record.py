@@ -96,7 +96,7 @@ def read_life(run_dir: Path) -> LifeRecord | None:
     if unknown := sorted(values.keys() - LifeRecord.__dataclass_fields__):
         raise ValueError(
             f"{run_dir / _RECORD} must hold only {', '.join(LifeRecord.__dataclass_fields__)}, got also "
-            f"{', '.join(unknown)}; read it with the version of asyncrl that wrote it"
+            f"{', '.join(unknown)}; read the file with the version of asyncrl that wrote it"
         )
     return LifeRecord(**values)
 

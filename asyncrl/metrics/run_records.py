@@ -319,9 +319,9 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Copy the metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
+        """Write the metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
 
-        Call this method before `write`. Raises the errors of `write`.
+        This method must be called before the first new step is written. It raises the same errors as `write`.
         """
         for evaluation in evaluations:
             self.evaluation(evaluation)
@@ -374,7 +374,7 @@ class ScalarEvents:
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
-    """Move lines of a JSONL file to a file with ``.lost`` in its name. A missing file counts as empty.
+    """Move lines of a JSONL file to a file with ``.lost`` in its name. If ``path`` does not exist, do nothing.
 
     The function calls ``is_lost`` with the JSON object of each line, and moves the line if the result is True.
     """
@@ -412,7 +412,7 @@ def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
     if isinstance(document, dict) and document.keys() >= set(keys):
         return document
     raise ValueError(
-        f"{place} must hold a JSON object with {', '.join(keys)}, got {got}; restore it from a copy, or delete it"
+        f"{place} must hold a JSON object with {', '.join(keys)}, got {got}; restore the file, or delete the file"
     )
 
 

@@ -83,7 +83,7 @@ class TerminalView:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this `TerminalView` was created. ``asyncrl train`` creates it when it starts."""
+        """Seconds since this object was created, at the start of ``asyncrl train``."""
         return time.monotonic() - self._began_s
 
     def __enter__(self) -> TerminalView:
@@ -223,7 +223,7 @@ class TerminalView:
         return line
 
     def _pools(self, use: RunUse) -> Table:
-        """Show a bar of the recent busy time and the largest cause of idle time, for learner and fleet."""
+        """Return a table for learner and fleet: a bar of the recent busy time, and the largest cause of idle time."""
         table = Table.grid(padding=(0, 2))
         for pool in (use.learner, use.fleet):
             busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause

@@ -52,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Redirect output to the worker's log before the constructor runs. Stop signals that are blocked stay blocked."""
+        """Redirect output to the worker's log before the constructor runs. Keep stop signals blocked if they are so."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:

@@ -60,7 +60,7 @@ def test_a_life_with_an_unknown_value_is_refused_by_name(tmp_path):
     values = json.loads((folder / "life.json").read_text())
     (folder / "life.json").write_text(json.dumps(values | {"color": "red"}))
     with pytest.raises(
-        ValueError, match=r"1/life\.json must hold only host, .* got also color; read it with the version"
+        ValueError, match=r"1/life\.json must hold only host, .* got also color; read the file with the version"
     ):
         read_life(folder)
 
