@@ -35,7 +35,7 @@ _COMPUTED = (SpanKind.forward, SpanKind.backward)
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The scenario of a recorded run, and measurements to compare a simulation with.
+    """The scenario of a recorded run, and measurements for a comparison with its simulation.
 
     Attributes:
         scenario: The speeds and lengths of the run, with the options of the run.

@@ -2,7 +2,7 @@
 
 An engine has one *slot* for each sample that it may run at once. A learner rank is one slot. At any time, a slot is
 either busy or idle, and an idle slot has exactly one cause. If several causes apply, the first one in the order of
-docs/profiling.md counts. All sums are integers, in nanoseconds times slots.
+docs/profiling.md is used. All sums are integers, in nanoseconds times slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RECENT_STEPS = 10
 
 
 class FleetCause(StrEnum):
-    """Why a slot of an engine (the capacity for one sample) was idle. If several causes apply, the first is used."""
+    """Why an engine's slot (room for one sample) was idle. If several causes apply, the first listed is used."""
 
     engine_down = "engine_down"
     start = "start"
@@ -49,7 +49,7 @@ class FleetCause(StrEnum):
 
 
 class LearnerCause(StrEnum):
-    """Why a learner rank was idle. If several causes apply, the first is used.
+    """Why a learner rank was idle. If several causes apply, the first listed counts.
 
     For ``batch_tail`` and all later causes, the rank waits for a batch.
     """

@@ -38,14 +38,14 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's limit
-# Reject a structured dtype if more than 3/4 of its bytes are padding. Alignment usually adds less padding than 3/4.
+# Reject a structured dtype if more than 3/4 of its bytes are padding. Alignment usually adds less padding.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
 
 class Unsupported(Exception):
-    """An error: the codec does not support the type of ``value``."""
+    """Raised for a value that the codec does not support."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)

@@ -445,7 +445,7 @@ def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Return the results unchanged: a list with one result per rank, or the result of rank 0 if only rank 0 ran."""
+    """Return ``output`` unchanged: a list with one result per rank, or one result if only rank 0 was called."""
     return output
 
 

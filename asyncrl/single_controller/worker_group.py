@@ -107,7 +107,7 @@ class WorkerGroup:
         self._checker_thread.start()
 
     def stop_worker_aliveness_check(self) -> None:
-        """End the thread of `start_worker_aliveness_check`, if it runs."""
+        """End the thread that `start_worker_aliveness_check` started, if the thread still runs."""
         if self._watch is not None:
             loop, task = self._watch
             with suppress(RuntimeError):  # ignore the error if the event loop has already ended
