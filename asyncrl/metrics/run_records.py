@@ -228,7 +228,7 @@ def summary_document(
 
     - ``total_steps`` is the configured number of steps; a stopped run has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
-    - ``restarts`` has the number of restarts by component. Its key ``batches`` has the number of repeated plans.
+    - ``restarts`` has the number of restarts by component, and the number of batches planned again (key ``batches``).
     - ``wall_s`` has two durations in seconds: ``total``, and ``start`` until the first step could begin.
     - ``overlap`` is the report on busy and idle times, from the profile; None without a profile.
     - ``advice`` is an option that would have made the run faster; None if there is none.

@@ -394,7 +394,7 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
     """Return the options that determine the memory of a learner rank with the role ``role``, such as ``actor``.
 
     ``model`` has the sizes of the role's model. ``card_bytes`` is the memory of the GPU; 0 if it is unknown.
-    If it is unknown, ``gradient_sync=auto`` is treated as ``update``.
+    If the memory is unknown, ``gradient_sync=auto`` is treated as ``update``.
     """
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0

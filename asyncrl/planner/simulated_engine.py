@@ -267,7 +267,7 @@ class SimulatedEngine:
             """Return how many decoding steps the batch had completed at ``moment``, in simulated seconds.
 
             Each decoding step adds one token to each running sample. The function must be called at the end of the
-            batch, because it uses the present time as the end.
+            batch, because the function uses the present time as the end.
             """
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))

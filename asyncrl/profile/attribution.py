@@ -49,7 +49,7 @@ class FleetCause(StrEnum):
 
 
 class LearnerCause(StrEnum):
-    """Why a learner rank was idle. If several causes apply, the first listed counts.
+    """Why a learner rank was idle. If several causes apply, the first listed is used.
 
     For ``batch_tail`` and all later causes, the rank waits for a batch.
     """
@@ -526,7 +526,7 @@ class Figures:
     def to_dict(self) -> dict[str, Any]:
         """Return the measured numbers as nested dicts for JSON.
 
-        Values with names in ``_ns`` are nanoseconds: sums over all ranks, or over all sample slots of the engines.
+        Values whose names end in ``_ns`` are sums over all ranks, or over all sample slots of the engines.
         """
         pools = {
             pool: {

@@ -96,8 +96,8 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     """Decode a message, and return the value that `encode` got.
 
     Args:
-        frames: The byte buffers that `encode` returned. Their type may differ. The transport must limit the number and
-            the size of frames.
+        frames: The byte buffers that `encode` returned, possibly as another type of buffer. The transport must limit
+            the number and the size of frames.
         foreign: The list that `encode` filled.
         writable: Whether a returned array is writable if its frame is writable.
 

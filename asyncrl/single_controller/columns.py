@@ -72,8 +72,8 @@ def cat_columns(parts: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate the rows of arrays.
 
-    If all arrays have dtype object and their rows differ in shape, the result is an object array of shape [B]. Each of
-    its items is one row, as a list (`object_array` turned lists of equal length into further dimensions).
+    Object arrays may differ in the shape of their rows, because `object_array` turns lists of equal length into further
+    dimensions. In this case, the result is an object array of shape [B], and each item is one row.
     """
     if len({array.shape[1:] for array in arrays}) == 1 or any(array.dtype != object for array in arrays):
         return np.concatenate(arrays, axis=0)
@@ -331,7 +331,7 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one dict with the meta information of several batches.
 
     The entry ``metrics`` becomes a dict of lists: for each metric, the values of all batches. Raises `BatchError` if
-    two batches have different values for the same other key.
+    two batches have different values for any other key.
     """
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []

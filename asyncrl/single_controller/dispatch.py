@@ -367,8 +367,8 @@ BESIDE = "beside"
 def beside(method: Method) -> Method:
     """Make the worker run the method in a second thread. The method must have the decorator `register` already.
 
-    The second thread runs the calls of such methods in order. These methods must be thread-safe. The first thread runs
-    all other methods of the class. Neither thread is the main thread of the process.
+    The second thread runs the calls of all methods with this decorator in order. These methods must be thread-safe. The
+    first thread runs all other methods of the class. Neither thread is the main thread of the process.
 
     Raises `UsageError` if the method is not registered yet.
     """
