@@ -164,8 +164,8 @@ def _balanced(
 ) -> list[list[_Item]]:
     """Divide items, which are prompt groups or some samples of a group, into ``num_parts`` lists of similar cost.
 
-    If whole items do not give similar costs, the most expensive items are split into single samples: an eighth of the
-    items, or more if needed.
+    If lists of whole items would have different costs, the most expensive items are split into single samples: an
+    eighth of the items, or more if needed.
     """
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
