@@ -40,7 +40,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # encode a gap as ``gap // full`` codes that equal ``full``, then the code ``gap % full``
+    for gap_bytes in (1, 2):  # a gap becomes ``gap // full`` times the code ``full``, then the code ``gap % full``
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -142,6 +142,6 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
             wrong = [change for change, right in zip(delta.changes, rights, strict=True) if not right]
     if wrong:
         raise WeightsError(
-            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into the published one: "
+            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into the published version: "
             f"{len(wrong)} of {len(delta.changes)} changed pieces differ, the first begins at byte {wrong[0].start}"
         )

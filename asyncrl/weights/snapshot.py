@@ -127,7 +127,7 @@ class WritableFile:
         engines compute on GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads are slower for so few bytes
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for few bytes, threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -140,7 +140,7 @@ class WritableFile:
     def sync(self) -> None:
         """Wait until the file system has the written bytes.
 
-        Before the sync, other hosts that share the directory do not see mapped writes.
+        Without this call, other hosts that share the directory possibly do not see writes to the mapped file.
         """
         os.fsync(self._descriptor)
 
