@@ -38,9 +38,9 @@ _BLOCK = 64
 
 
 class Scale(StrEnum):
-    """Selects how the differences between rewards and the mean of their prompt group are scaled.
+    """Selects how to scale the difference between a reward and the mean reward of its prompt group.
 
-    ``std`` divides the differences by the group's standard deviation. ``none`` does not scale them.
+    ``std`` divides the difference by the group's standard deviation. ``none`` does not scale the difference.
     """
 
     std = "std"

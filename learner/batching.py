@@ -43,7 +43,7 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         One list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A heap entry is a tuple: minus the spread of a partition, a number to break ties, the partition's non-empty parts.
+    # A heap entry is a tuple: negated spread of a partition, number to break ties, the partition's non-empty parts.
     # The spread of a partition is the size of its largest part minus the size of its smallest part.
     # heapq pops the smallest entry, which is the partition with the largest spread.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]

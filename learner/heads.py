@@ -93,7 +93,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """Return the model without its output layer. ``base_model`` of Llama 4's text model is wrongly the whole model."""
+    """Return the model without its output layer. For Llama 4's text model, ``base_model`` does not give this part."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 

@@ -172,7 +172,7 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Return alpha / rank. peft's ``scaling`` is not usable, because it is 0 while a thread has the adapters off."""
+    """Return alpha / rank. peft's ``scaling`` is not usable, because `adapters_off` in another thread sets it to 0."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
@@ -221,7 +221,7 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes only a linear map. Llama 4's router is a subclass that computes more."""
+    """Return whether a module computes only a linear map. Llama 4's router is an `nn.Linear` that computes more."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

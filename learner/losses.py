@@ -508,7 +508,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
     if (share := kept.pop(_FRESH, 0.0)) > 0:
         return kept | {"engine_gap": kept["engine_gap"] / share}
-    kept.pop("engine_gap", None)  # without tokens of lag 0, this metric has no value
+    kept.pop("engine_gap", None)  # the mean over the tokens of lag 0 does not exist if there are no such tokens
     return kept
 
 

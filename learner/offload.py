@@ -45,7 +45,7 @@ class MovableTensors:
         self.offloaded = False
 
     def device_bytes(self) -> int:
-        """Return the bytes that the tensors take on the device; 0 while they are offloaded."""
+        """Return the number of bytes that the tensors take on the device; 0 while they are offloaded."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
@@ -158,7 +158,7 @@ class OffloadPolicy:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Return the bytes that torch has allocated on a GPU. On the CPU, return the bytes of model and optimizer."""
+        """Return the number of bytes that torch has allocated on a GPU; on the CPU, those of model and optimizer."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()

@@ -110,7 +110,7 @@ def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
-    """Return the number of tokens in the loss of each trajectory, over all its branches (paths through its turns)."""
+    """Return how many tokens of each trajectory are in the loss, over all its branches (paths through its turns)."""
     totals = dict.fromkeys((sequence.trajectory for sequence in sequences), 0)
     for sequence in sequences:
         totals[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
@@ -232,7 +232,7 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return the number of leading tokens that other sequences can share. The loss needs no logits of these tokens."""
+    """Return the number of leading tokens that other sequences can share: those before the first predicting token."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 

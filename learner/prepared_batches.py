@@ -277,7 +277,7 @@ class StepGroups:
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     """Return the groups of ``group_ids`` that the buffer has.
 
-    After a `DeadlineError`, this function retries once: by then, the buffer may know that a store server has died.
+    After a `DeadlineError`, this function retries once. By then, the buffer has possibly noticed a dead store server.
     """
     with suppress(UnknownGroup):
         try:

@@ -476,8 +476,8 @@ class _FirstExperts(TorchDispatchMode):
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
     """Route all tokens of a mixture of experts to the first experts.
 
-    Otherwise, rounding in half precision could select different experts in the packed forward pass and in Hugging
-    Face's. The hidden states would then differ, although both are correct.
+    Otherwise, rounding in half precision could select other experts in the packed forward pass than in Hugging Face's
+    forward pass. The hidden states would then differ, although both forward passes are correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}

@@ -224,7 +224,7 @@ class Trainer(PackedModel):
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
-            drop_gradients(self.head)  # the next update must not use the gradients of some micro-batches of this batch
+            drop_gradients(self.head)  # the next update must not use gradients of an incomplete batch
             raise
         return rows
 

@@ -226,10 +226,10 @@ class ModelWorker(Worker):
     @beside
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def announce(self, batch: RankBatch) -> None:
-        """Let a thread of this process prepare the batch of a queued step, while this rank computes other calls.
+        """Start to prepare the batch of a later step in a thread of this process. Returns immediately.
 
-        Returns immediately. The controller must announce the batches of a step in the order in which the roles of a
-        process use these batches.
+        The controller must announce the batches of a step in the order in which the roles of a process use these
+        batches.
         """
         self.cache.preparer.announce(self._batches, batch)
 
