@@ -52,10 +52,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Change ``place`` from the old bytes of a piece into the new bytes.
+    """Replace the old bytes of a piece in the array ``place``, [bytes] uint8, with the new bytes.
 
-    ``place`` is [bytes] uint8. Its content is undefined after an error. ``change`` describes the encoded piece,
-    and ``data`` has the bytes of this piece from the delta file.
+    The content of ``place`` is undefined after an error. ``change`` describes the encoded piece, and ``data`` has the
+    bytes of this piece from the delta file.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.

@@ -461,7 +461,7 @@ class ComparedWrites(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
             key = parameter.untyped_storage()._cdata
-            if key not in self._names:  # parameters that share storage count as one parameter
+            if key not in self._names:  # treat parameters that share storage as one parameter
                 self._names[key] = name
                 self._sizes[name] = 0
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())
@@ -479,7 +479,7 @@ class ComparedWrites(TorchDispatchMode):
 
     @property
     def num_values(self) -> int:
-        """Number of parameter values that were written. A region that is written twice counts once."""
+        """Number of parameter values that were written. A region that was written twice is counted once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

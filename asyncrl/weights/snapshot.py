@@ -197,7 +197,7 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the tensors that this rank computes from whole parameters. Digest all bytes that this rank provides.
+        """Compute this rank's tensors from whole parameters. Then digest all bytes that this rank provides.
 
         Call `exchange` before this method. If the version is a delta, the method also writes this rank's delta file.
         This file has the changes since ``base``, which is this rank's part of the previous version.
@@ -237,7 +237,7 @@ class RankPart:
         return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
-        """Release the memory of this part. ``keep_data`` keeps the data as the base of the next version."""
+        """Release the memory of this part. If ``keep_data``, keep the data as the base of the next version."""
         if not keep_data:
             self._file.close()
         if self._raw is not None:

@@ -268,7 +268,7 @@ class RoundDeadline:
 
 
 class RoundStore(Store):
-    """A torch store whose values are on rank 0. The members of a new process group exchange addresses through it."""
+    """A torch store whose values are on rank 0. Members of a new process group exchange addresses in this store."""
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class WeightGroup:
     """A process group of torch for rounds (transfers of weights). The learner ranks come first, then the receivers.
 
     Successive rounds with the same members use the same group. ``place`` is the rank of this process in the group.
-    The constructor must end before ``deadline``.
+    The members must connect to each other before ``deadline``.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -689,7 +689,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         if answer.get("gone"):
             raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
         if answer.get("late"):
-            raise WeightsError(f"rank 0 got no message from this receiver in {rounds.CALL_S} s")
+            raise WeightsError(f"this receiver did not answer the call of rank 0 within {rounds.CALL_S} s")
     except BaseException as error:
         if member is not None:
             member.close()
