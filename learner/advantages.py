@@ -38,9 +38,9 @@ _BLOCK = 64
 
 
 class Scale(StrEnum):
-    """Selects how the differences between rewards and the mean of their prompt group are scaled.
+    """Selects how to scale the difference between a reward and the mean reward of its prompt group.
 
-    ``std`` divides the differences by the group's standard deviation. ``none`` does not scale them.
+    ``std`` divides the difference by the group's standard deviation. ``none`` does not scale the difference.
     """
 
     std = "std"
@@ -99,7 +99,7 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 
 
 def token_level(estimator: TokenEstimator) -> TokenEstimator:
-    """Mark an estimator as token-level, and return it. Use this function as a decorator.
+    """Mark an estimator as token-level, and return the estimator. Use this function as a decorator.
 
     Each rank calls a token-level estimator with the rewards of the rank's own tokens (`TokenRewards`).
     """
@@ -113,7 +113,7 @@ def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
 
 
 def turn_level(estimator: TurnEstimator) -> TurnEstimator:
-    """Mark an estimator as turn-level, and return it. Use this function as a decorator.
+    """Mark an estimator as turn-level, and return the estimator. Use this function as a decorator.
 
     Each rank calls a turn-level estimator with the turns of the whole batch (`TurnRewards`).
     """
@@ -237,8 +237,8 @@ def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: Sum
     """Use each token's discounted return as its advantage (REINFORCE++, arXiv 2501.03262, section 3).
 
     The advantages are standardized over the tokens of all ranks. Difference from the paper: the KL penalty compares the
-    behavior policy with the reference policy. In the paper, it compares the policy before the update with the reference
-    policy.
+    behavior policy with the reference policy. In the paper, this penalty compares the policy before the update with the
+    reference policy.
 
     Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
@@ -402,7 +402,7 @@ class BatchAdvantages:
         rewards: Mapping[SampleKey, float],
         sources: Mapping[int, str] | None = None,
     ) -> tuple[list[TokenSequence], dict[str, float]]:
-        """Compute the advantages of this rank's sequences, and return copies of the sequences with this new column.
+        """Compute advantages for this rank's sequences, and return copies of the sequences with these advantages.
 
         Args:
             sequences: This rank's sequences. They need the columns ``behavior_logprobs`` and ``reference_logprobs`` if
@@ -510,13 +510,13 @@ class BatchAdvantages:
 def _both(estimated: TokenAdvantages | TurnAdvantages, count: int, unit: str) -> list[Tensor]:
     """Return a list of two tensors: an estimator's advantages and returns.
 
-    Raises `ValueError` if one of them does not have ``count`` numbers.
+    Raises `ValueError` if one of the tensors does not have ``count`` numbers.
     """
     return [_one_each(values, count, unit) for values in (estimated.advantages, estimated.returns)]
 
 
 def _one_each(values: Tensor, count: int, unit: str) -> Tensor:
-    """Return ``values``, an estimator's result. Raises `ValueError` if this is not a tensor of ``count`` numbers."""
+    """Return ``values``, an estimator's result. Raises `ValueError` if it is not a tensor of ``count`` numbers."""
     if not isinstance(values, Tensor) or values.shape != (count,):
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(

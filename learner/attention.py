@@ -81,7 +81,7 @@ class PaddedCalls:
 class PackedLayout:
     """Describes where the sequences of a micro-batch lie among the N packed tokens. All layers use the same layout.
 
-    The host computes the indices and copies them to the device, so that no layer waits for the device. Sequences can
+    The host computes the index tensors and copies them to the device, so no layer waits for the device. Sequences can
     share prompt tokens. The *packed tokens* contain a shared token once. The *concatenated sequences* contain one copy
     of a shared token per sequence.
 
@@ -196,7 +196,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _CheckpointedLayer(threading.local):
-    """Holds the state of `attention_kept` for one thread. On a GPU, the backward pass runs in a separate thread."""
+    """The state of `attention_kept`, separate per thread. On a GPU, the backward pass runs in another thread."""
 
     attend: Callable[[Callable[[], Tensor]], Tensor] | None = None
 
@@ -205,7 +205,7 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for a layer with activation checkpointing: one for its forward pass, one to recompute it.
+    """Return two contexts for a layer with activation checkpointing: for the forward pass, and for its recomputation.
 
     Use this function as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The first context keeps the inputs
     and output of attention, so attention and its collectives run only once. Attention with sinks still runs again.
@@ -294,7 +294,7 @@ def attended(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute a layer's attention over packed sequences. The result is this rank's tokens [1, N, H, D]."""
+    """Compute a layer's attention over packed sequences. Returns the outputs at this rank's tokens, [1, N, H, D]."""
     window, chunk = _span(module, sliding_window)
     num_local = query.size(2)
     q, k, v = _all_tokens(query, key, value)
@@ -490,5 +490,5 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
 
 
-# Exclude attention from torch.compile, which would compile it again for each batch: the SDPA calls differ.
+# Exclude attention from torch.compile. The SDPA calls differ between batches, so each batch would be compiled again.
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

@@ -1,7 +1,7 @@
 """Attention kernels for packed sequences, and the selection of an installed and correct kernel.
 
-An installed package may lack the kernel's function, or the function may not run on this GPU. The selection therefore
-runs a kernel forward and backward, and compares the outputs and gradients with attention in float32.
+An installed package possibly lacks the kernel's function, or the function possibly fails on this GPU. The selection
+therefore runs a kernel forward and backward, and compares the results with attention in float32.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
 
 
 def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> None:
-    """Check that a kernel can be imported, and that its outputs and gradients are close to attention in float32.
+    """Check that a kernel can be imported, and that its outputs and gradients are close to those in float32.
 
     Raises:
         ValueError: the kernel cannot be imported, raises an error, or gives wrong results.

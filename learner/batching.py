@@ -43,7 +43,7 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         One list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A heap entry is a tuple: minus the spread of a partition, a number to break ties, the partition's non-empty parts.
+    # A heap entry is a tuple: negated spread of a partition, number to break ties, the partition's non-empty parts.
     # The spread of a partition is the size of its largest part minus the size of its smallest part.
     # heapq pops the smallest entry, which is the partition with the largest spread.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
@@ -164,8 +164,8 @@ def _balanced(
 ) -> list[list[_Item]]:
     """Divide items, which are prompt groups or some samples of a group, into ``num_parts`` lists of similar cost.
 
-    If whole items do not give similar costs, the most expensive items are split into single samples: an eighth of the
-    items, or more if needed.
+    If lists of whole items would have different costs, the most expensive items are split into single samples: an
+    eighth of the items, or more if needed.
     """
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []

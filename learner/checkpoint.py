@@ -212,7 +212,7 @@ class ShardedCheckpointer:
                 copy_tokenizer(self._trainer.model_path, described)
                 replace_folder(partial_path(final), final)
                 keep_newest(final, keep)
-        except BaseException as error:  # noqa: BLE001 - `finish` raises this error
+        except BaseException as error:  # noqa: BLE001 - `finish` later raises this error
             pending.set_exception(error)
         else:
             pending.set_result(None)

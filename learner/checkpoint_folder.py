@@ -90,7 +90,7 @@ def read_progress(checkpoint: Path) -> SavedProgress:
         return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(
-            f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a checkpoint, such as "
+            f"no checkpoint at {str(checkpoint)!r}: {_PROGRESS} is missing; name a checkpoint, such as "
             ".../v00000012, or the folder that contains the checkpoints; remove a damaged checkpoint from its folder"
         ) from None
     except (ValueError, TypeError) as error:
@@ -140,7 +140,7 @@ def saved_checkpoints(directory: Path) -> dict[Path, SavedProgress]:
 def missing_parts(checkpoint: Path) -> list[str]:
     """Return the names of a checkpoint's missing folders. Example: ``["critic"]`` if the critic's state is missing.
 
-    A folder is also missing if it does not have its final name yet. Raises the errors of `read_progress`.
+    A folder that does not have its final name yet is also in the result. Raises the errors of `read_progress`.
     """
     return _missing(checkpoint, read_progress(checkpoint))
 

@@ -102,7 +102,7 @@ class Anchor(StrEnum):
 
 
 class Weight(StrEnum):
-    """Selects the factor on a token's loss: no factor, the token's importance weight, or its trajectory's weight."""
+    """Selects the factor on a token's loss: none, or the importance weight of the token or of its trajectory."""
 
     none = "none"
     token = "token"
@@ -295,7 +295,7 @@ class AlgorithmConfig:
 
     @property
     def needs_proximal(self) -> bool:
-        """True if the loss, a weight or a mask reads log-probs of the policy before the learner step."""
+        """True if the loss, the weight or a mask reads log-probs under the policy before the learner step."""
         return self.anchor is Anchor.proximal or self.corrects
 
     @property
@@ -402,7 +402,7 @@ class AlgorithmConfig:
             "algorithm.anchor=proximal",
         )
         for name in ("token_band", "sequence_band"):
-            # With ``algorithm.weight``, the lower bound may be 0: tokens with a small weight have little effect.
+            # With ``algorithm.weight``, a band may begin at 0, because a token with a small weight has little effect.
             low = 0.0 if self.weight is not Weight.none else WIDEST_BAND[0]
             self._check_band(name, (low, WIDEST_BAND[1]))
         self._check_band("geometric_band", WIDEST_GEOMETRIC_BAND)

@@ -331,7 +331,7 @@ def drop_gradients(model: nn.Module) -> None:
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None) or [
                 state._fsdp_param_group
-            ]  # the attribute's name depends on torch's version
+            ]  # the name of this attribute depends on torch's version
             for group in groups:
                 for parameter in group.fsdp_params if group is not None else ():
                     parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None

@@ -40,7 +40,7 @@ WEIGHT_CHUNK_TOKENS = 4096
 
 
 class TrainableHead(Protocol):
-    """A model with a head that can be trained: its method `inputs` returns what the loss function needs."""
+    """A model with a trainable head. The method `inputs` returns the arguments of the loss function."""
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
         """Run the model on a micro-batch, and return the arguments of the loss function.
@@ -93,7 +93,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """Return the model without its output layer. ``base_model`` of Llama 4's text model is wrongly the whole model."""
+    """Return the model without its output layer. For Llama 4's text model, ``base_model`` does not give this part."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
@@ -216,7 +216,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All ranks of a sequence compute the same loss. So each rank has the whole gradient of its tokens without a sum.
+    # All sp ranks compute the same loss. So each rank has the complete gradient of its own tokens, without a sum.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -387,7 +387,7 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the loss with respect to z, [n, V]. ``shape`` computes the logits from z (`LogitShape`).
+    """Return the gradient of the loss with respect to z, [n, V]. z is the input from which ``shape`` computes logits.
 
     Without a soft cap, z is equal to the logits, and the gradient is the sum of two terms. With a soft cap, the sum is
     multiplied by `LogitShape.slope`.

@@ -48,7 +48,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
     chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    # The container has no attribute `config`. If a module has this attribute, peft renames its expert layers.
+    # The container has no attribute `config`. peft would rename the expert layers of a module with this attribute.
     container = nn.ModuleDict({"model": model})
     inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
     cast("Any", model).peft_config = container.peft_config
@@ -122,7 +122,7 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
 
     Args:
         model: A model with adapters.
-        tensor_of: Maps a parameter's name to the name of the equal tensor in the checkpoint.
+        tensor_of: Dict that maps a parameter's name to the name of the equal tensor in the checkpoint.
 
     Raises:
         WeightsError: the checkpoint does not store an adapted parameter as one tensor.
@@ -172,7 +172,7 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Return alpha / rank. peft's ``scaling`` is not usable, because it is 0 while a thread has the adapters off."""
+    """Return alpha / rank. peft's ``scaling`` is not usable, because `adapters_off` in another thread sets it to 0."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
@@ -187,7 +187,7 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
 def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """Return the names of the linear layers that match ``targets``.
 
-    The output embedding cannot have an adapter, because the head reads its weight and not its output.
+    The output embedding cannot have an adapter, because the head reads the embedding's weight and not its output.
     """
     head = model.get_output_embeddings()
     if targets == [_ALL_LINEAR]:
@@ -221,7 +221,7 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes only a linear map. Llama 4's router is a subclass that computes more."""
+    """Return whether a module computes only a linear map. Llama 4's router is an `nn.Linear` that computes more."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

@@ -253,7 +253,7 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Return the factor that ``algorithm.weight`` gives the loss of each token, before masking.
+    """Return the factor by which ``algorithm.weight`` multiplies the loss of each token, before masking.
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of this difference.
@@ -346,7 +346,7 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Clamp each entry to ± `MAX_LOG_WEIGHT`, and return its exponential. Clamped entries have no gradient."""
+    """Clamp each entry to ± `MAX_LOG_WEIGHT`, and return the exponentials. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
@@ -393,7 +393,7 @@ class Objective:
     """The objective that a trainer minimizes.
 
     Attributes:
-        loss: Function from the inputs that the role's head returns to the loss of each token of a micro-batch.
+        loss: Function that takes the result of the head's method ``inputs``, and returns the loss of each token.
         aggregation: How to combine the losses of tokens into the loss of the batch.
         sequence_norm_tokens: With ``aggregation=sequence_sum_norm``, the number of tokens by which the sum of a
             trajectory's token losses is divided.
@@ -401,7 +401,7 @@ class Objective:
         needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The learner step then
             computes this column before the first update.
         needs_trajectories: Whether the loss of a token reads other tokens of its trajectory, on all branches.
-        summarize: Function from the mean metrics of a learner step to the metrics that the learner reports.
+        summarize: Function that takes the mean metrics of a learner step, and returns the metrics to report.
     """
 
     loss: Callable[[Any], LossTerms]
@@ -508,7 +508,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
     if (share := kept.pop(_FRESH, 0.0)) > 0:
         return kept | {"engine_gap": kept["engine_gap"] / share}
-    kept.pop("engine_gap", None)  # without tokens of lag 0, this metric has no value
+    kept.pop("engine_gap", None)  # the mean over the tokens of lag 0 does not exist if there are no such tokens
     return kept
 
 
@@ -540,7 +540,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
     The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that moved by more than c gets
-    no gradient if the clipped value is farther from the return.
+    no gradient if the clipped value is farther from the return than the value.
 
     Args:
         values: v, [M] float32, with gradient.

@@ -126,11 +126,11 @@ class PretrainedShards:
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the model's configuration into ``folder``, as JSON. For ``Part.adapters``, write peft's instead."""
+        """Write a JSON configuration into ``folder``: peft's for ``Part.adapters``, otherwise the model's."""
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:
-            # Change a copy: the publish thread may run this while the training thread uses the model's configuration.
+            # Change a copy, because the training thread may use the model's configuration at the same time.
             config = copy.deepcopy(self._model.config)
             config.dtype = self.dtype
             config.save_pretrained(folder)

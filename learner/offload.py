@@ -34,8 +34,8 @@ _ALIGNMENT = 512
 class MovableTensors:
     """Tensors that can be moved to the host and back in place.
 
-    ``tensors`` is a function that returns the tensors; each move to the host calls it. If a move fails, the tensors
-    stay where they were.
+    ``tensors`` is a function that returns the tensors. Each move to the host calls this function. If a move fails, the
+    tensors stay where they were.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -45,7 +45,7 @@ class MovableTensors:
         self.offloaded = False
 
     def device_bytes(self) -> int:
-        """Return the bytes that the tensors take on the device; 0 while they are offloaded."""
+        """Return the number of bytes that the tensors take on the device; 0 while they are offloaded."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
@@ -158,7 +158,7 @@ class OffloadPolicy:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Return the bytes that torch has allocated on a GPU. On the CPU, return the bytes of model and optimizer."""
+        """Return the number of bytes that torch has allocated on a GPU; on the CPU, those of model and optimizer."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()
@@ -230,7 +230,7 @@ class OffloadPolicy:
 
 
 def _when_freed(load: Callable[[], None]) -> None:
-    """Call ``load``. If the device has too little memory, retry for up to 30 s, because a killed engine may free it."""
+    """Call ``load``. If device memory is full, retry for up to 30 s, until a killed engine has freed its memory."""
     began_s = time.monotonic()
     while True:
         try:
@@ -263,7 +263,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
     """Run the copies inside the context on a separate CUDA stream, and wait for them on exit. On the CPU, do nothing.
 
-    The copies begin after the work that the current stream already has.
+    The copies begin after the work that is already queued on the current stream.
     """
     device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
     if device is None:

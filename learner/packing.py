@@ -110,7 +110,7 @@ def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
-    """Return the number of tokens in the loss of each trajectory, over all its branches (paths through its turns)."""
+    """Return how many tokens of each trajectory are in the loss, over all its branches (paths through its turns)."""
     totals = dict.fromkeys((sequence.trajectory for sequence in sequences), 0)
     for sequence in sequences:
         totals[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
@@ -123,8 +123,8 @@ class Packer:
 
     Attributes:
         max_tokens: Token budget: the largest number of packed tokens per micro-batch.
-        whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss, at least one.
-            No prediction in the loss needs the later tokens.
+        whole: Whether to pack all tokens. If False, the last token in the loss of each sequence and the tokens after
+            it are left out, because they predict no token in the loss. At least one token per sequence is packed.
         together: Whether several sequences may share a micro-batch. If False, each sequence gets its own micro-batch,
             for models that cannot separate packed sequences.
         share_prompts: Whether sequences of a micro-batch share the tokens of a common prompt. The budget counts these
@@ -187,8 +187,8 @@ class Packer:
         count = agree(max(1, len(first_fit(items, self.max_tokens)) if self.together else len(items)))
         if count >= REFUSED:
             raise ValueError(
-                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens, and another rank "
-                f"needs more; the error of that rank has the lengths; raise {self.budget}"
+                f"{self.budget} must hold the sequences of each rank, got {self.max_tokens} tokens, which is too small "
+                f"for another rank; see the error of that rank, and raise {self.budget}"
             )
         bins = (
             balanced_fit(items, self.max_tokens, count) if self.together else [[place] for place in range(len(items))]
@@ -201,7 +201,7 @@ class Packer:
         if lengths and max(lengths) > self.max_tokens:
             raise ValueError(
                 f"{self.budget} must hold the longest sequence, got {self.max_tokens} for a sequence of {max(lengths)} "
-                "tokens; raise this option, or lower the longest prompt or response"
+                "tokens; raise this option, or lower the limits on the lengths of prompts and responses"
             )
         branches: dict[SampleKey, list[int]] = {}
         for index, sequence in enumerate(sequences):
@@ -232,7 +232,7 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return the number of leading tokens that other sequences can share. The loss needs no logits of these tokens."""
+    """Return the number of leading tokens that other sequences can share: those before the first predicting token."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 
@@ -315,12 +315,13 @@ def _micro_batch(
 
 
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return the images in the first ``packed`` tokens of each sequence, as three arrays; None without images.
+    """Return the images in the packed tokens as three arrays; None without images.
 
-    The first array has one int64 per token of the concatenated sequences. The entry of an image token is the index of
-    its feature among the features that the vision tower computes from the returned pixels. The entry of a text token is
-    -1. Entries of tokens that are not packed have no meaning. The second array is the pixels [patches, …] uint8 of the
-    images, and the third is their grids [images, 3] int64. Each image is included once.
+    ``packed`` has the number of leading tokens to pack per sequence. The vision tower computes features from the
+    returned pixels. The first array has one int64 per token of the concatenated sequences: for an image token, the
+    index of its feature; for a text token, -1. Entries of tokens that are not packed have no meaning. The second array
+    is the pixels [patches, …] uint8 of the images. The third is their grids [images, 3] int64. Each image is included
+    once.
     """
     first_rows: dict[tuple[int, int], int] = {}
     rows, pixels, grids, num_rows = [], [], [], 0

@@ -160,7 +160,7 @@ class BatchPreparer:
 
 
 def _key(role: RoleBatches, batch: RankBatch) -> _Key:
-    """Return the key of a prepared batch: version, role and samples. Preparing a batch does not use its rewards."""
+    """Return the key of a prepared batch: version, role and samples. The rewards do not affect the prepared batch."""
     return batch.version, role.role.name, tuple((each.group_id, each.samples, each.mini_batch) for each in batch.shares)
 
 
@@ -226,7 +226,7 @@ class RoleBatches:
         if self.step is not None:
             step = self.step.pack(sequences, self.mesh, is_measured=batch.version < self.measured_steps)
         if self.model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.model.mesh.device)  # memory pages are locked for the thread's current GPU
+            torch.cuda.set_device(self.model.mesh.device)  # torch locks memory pages for the thread's current GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 
@@ -277,7 +277,7 @@ class StepGroups:
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     """Return the groups of ``group_ids`` that the buffer has.
 
-    After a `DeadlineError`, this function retries once: by then, the buffer may know that a store server has died.
+    After a `DeadlineError`, this function retries once. By then, the buffer has possibly noticed a dead store server.
     """
     with suppress(UnknownGroup):
         try:

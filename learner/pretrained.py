@@ -58,7 +58,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     config = _config_of(model_path)
     if config.model_type in _ADDS_TOKENS:
         raise ValueError(
-            f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens of its own to each "
+            f"{model_path!r} is of type {config.model_type}, whose forward pass adds tokens to each "
             "sequence; the learner does not support this; use another model"
         )
     if getattr(config, "output_router_logits", False) and is_first_rank():
@@ -109,7 +109,7 @@ class LogitShape:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of each logit [..., V] with respect to its product of hidden state and embedding."""
+        """Return the derivative of each logit [..., V] with respect to z, the product of hidden state and embedding."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 
@@ -201,7 +201,7 @@ def _refused_by_name(model_path: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"the learner cannot train {model_path!r}: its attention does not go through transformers' "
-            "AttentionInterface, so it cannot keep packed sequences apart; use another model family"
+            "AttentionInterface, so packed sequences would affect each other; use another model family"
         ) from error
     except ValueError as error:
         if not str(error).startswith("Unrecognized configuration class"):

@@ -36,7 +36,7 @@ class Role:
 
     Attributes:
         name: Name of the role. Example: ``critic``.
-        load: Function that builds the model from its path and dtype, like `learner.pretrained.load_causal_lm`.
+        load: Function that builds the model from its path and dtype, such as `learner.pretrained.load_causal_lm`.
         head: Function that wraps the model in a head. It gets the model, the options and the sampling temperature.
         column: Name of the token column that the role computes for other roles. Example: ``values``.
         objective: Function that makes the training objective from the options; None for a frozen role.

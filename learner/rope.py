@@ -1,4 +1,4 @@
-"""Finds the sequence length up to which the learner computes the same log-probs as an engine."""
+"""Finds the largest sequence length at which the learner computes the same log-probs as an engine."""
 
 from __future__ import annotations
 

@@ -162,9 +162,9 @@ class SelfTest:
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Return a pair: True if sequences may share a micro-batch, and a relative difference of last hidden states.
+        """Return a pair: True if sequences may share a micro-batch, and the error of the learner's hidden states.
 
-        The difference is between the learner's forward pass and Hugging Face's own forward pass.
+        The error is the relative difference from the last hidden states of Hugging Face's own forward pass.
         """
         expected = self._attempted("Hugging Face's own forward", self._plain)
         self._check_logits()
@@ -329,7 +329,7 @@ class SelfTest:
         return (hidden[: len(batch.input_ids)] if batch.token_index is None else hidden[batch.token_index]).float()
 
     def _through_root(self, function: Callable[[], Tensor]) -> Tensor:
-        """Call a function inside the root's forward, so that FSDP gathers the parameters."""
+        """Call a function inside the forward pass of the root module, so that FSDP gathers the parameters."""
         self._head.forward = function  # pyright: ignore[reportAttributeAccessIssue]
         try:
             return self._head()
@@ -350,7 +350,7 @@ class SelfTest:
         if found.shape != expected.shape:
             raise ValueError(
                 self._message(
-                    f"its output layer takes {expected.shape[-1]} values per token and its last hidden states have "
+                    f"its output layer takes {expected.shape[-1]} values per token, but its last hidden states have "
                     f"{found.shape[-1]}: the model has a layer between them that the learner does not compute"
                 )
             )
@@ -476,8 +476,8 @@ class _FirstExperts(TorchDispatchMode):
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
     """Route all tokens of a mixture of experts to the first experts.
 
-    Otherwise, rounding in half precision could select different experts in the packed forward pass and in Hugging
-    Face's. The hidden states would then differ, although both are correct.
+    Otherwise, rounding in half precision could select other experts in the packed forward pass than in Hugging Face's
+    forward pass. The hidden states would then differ, although both forward passes are correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}

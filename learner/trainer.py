@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # otherwise the first optimizer step would import this module, which takes a second
+import torch._dynamo  # import here, because the import takes a second, and would delay the first optimizer step
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -224,7 +224,7 @@ class Trainer(PackedModel):
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
-            drop_gradients(self.head)  # the next update must not use the gradients of some micro-batches of this batch
+            drop_gradients(self.head)  # the next update must not use gradients of an incomplete batch
             raise
         return rows
 
@@ -265,8 +265,8 @@ class PackedStep:
     """The micro-batches of a learner step, without columns such as advantages.
 
     Attributes:
-        scored: The packed sequences that need a forward pass before the first update, which computes their proximal
-            log-probs (under the policy before the step). None if no sequences need this pass.
+        scored: The packed sequences whose proximal log-probs (under the policy before the step) must be computed before
+            the first update. None if there are no such sequences.
         updates: The packed sequences of each mini-batch. A step that is only measured has one entry with all sequences.
     """
 
@@ -291,7 +291,7 @@ class LearnerStep:
         self._trainer = trainer
         self._objective = objective
         self._num_mini_batches = num_mini_batches
-        # 1 if the first update itself computes the proximal log-probs of its mini-batch, else 0.
+        # `num_own` is 1 if the first update itself computes the proximal log-probs of its mini-batch, else 0.
         num_own = int(trainer.trains_as_it_scores)
         self._first_scored = num_own if objective.needs_proximal else num_mini_batches
 

@@ -141,7 +141,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # counts the trajectories per group and turn index
+    counts = group_sums(weights, group, len(sizes)).round()  # the number of trajectories per group and turn index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
@@ -156,7 +156,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
     """Standardize advantages over the n trajectories with turns in the loss (standard deviation with n - 1).
 
-    Each trajectory has the weight 1, divided equally among its turns. A turn outside the loss does not count, and its
+    Each trajectory has the weight 1, divided equally among its turns. Turns outside the loss are ignored, and their
     result is 0.
     """
     is_in_loss = batch.num_tokens > 0

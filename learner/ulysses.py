@@ -230,7 +230,7 @@ class UlyssesShardingManager:
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Return this rank's rows of the rows that `preprocess_data` gathered. Each rank gets the same number of rows.
+        """Undo `preprocess_data`: return only this rank's rows of ``data``. Each rank gets the same number of rows.
 
         The number of sequence-parallel ranks must divide the number of rows.
         """
@@ -286,8 +286,8 @@ class _SeqAllToAll(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """Gathers the tokens of all ranks.
 
-    In the backward pass, each rank gets a gradient of all tokens. The argument ``gradient`` selects which gradient of
-    its own tokens this rank returns:
+    In the backward pass, each rank gets a gradient of all tokens, and returns a gradient of its own tokens. The
+    argument ``gradient`` selects the returned gradient:
 
     - ``part``: the gradient that this rank got.
     - ``scaled``: the gradient that this rank got, times the number of ranks.

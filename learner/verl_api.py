@@ -245,7 +245,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
     num_prompt = input_ids.shape[1] - mask.shape[1]
     sequences = []
     for row, keep in enumerate(attention):
-        if not keep.any():  # a sequence must have a token, so add a token outside the loss
+        if not keep.any():  # a sequence must not be empty, so make a sequence of one token outside the loss
             blank = {name: np.zeros(1, dtype=np.float32) for name in tensors}
             sequences.append(TokenSequence(input_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool), columns=blank))
             continue
@@ -296,7 +296,7 @@ def _check_positions(data: DataProto, attention: np.ndarray) -> None:
 
 
 def _names(data: DataProto) -> set[str]:
-    return set() if data.batch is None else {str(name) for name in data.batch.keys()}  # noqa: SIM118 - a TensorDict
+    return set() if data.batch is None else {str(name) for name in data.batch.keys()}  # noqa: SIM118 - not a dict
 
 
 def _of_responses(data: DataProto, name: str) -> np.ndarray:

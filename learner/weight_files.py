@@ -62,7 +62,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """A tensor in a safetensors file. The file is not memory-mapped, because mapped pages count as process memory."""
+    """A tensor in a safetensors file. The file is not memory-mapped: mapped pages would be part of process memory."""
 
     path: Path
     dtype: torch.dtype

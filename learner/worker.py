@@ -60,7 +60,7 @@ of a sequence-parallel (sp) group get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass entry i of each list to data-parallel rank i, that is, to all ranks of its sequence-parallel group."""
+    """Pass entry i of each list argument to data-parallel rank i (all ranks of sequence-parallel group i)."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -221,15 +221,15 @@ class ModelWorker(Worker):
             )
         self.offload = OffloadPolicy(self._config, self.model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
-        gc.freeze()  # otherwise, a garbage collection would scan all loaded objects and delay a step
+        gc.freeze()  # exclude the loaded objects from garbage collections, which would take longer and delay a step
 
     @beside
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def announce(self, batch: RankBatch) -> None:
-        """Let a thread of this process prepare the batch of a queued step, while this rank computes other calls.
+        """Start to prepare the batch of a later step in a thread of this process. Returns immediately.
 
-        Returns immediately. The controller must announce the batches of a step in the order in which the roles of a
-        process use these batches.
+        The controller must announce the batches of a step in the order in which the roles of a process use these
+        batches.
         """
         self.cache.preparer.announce(self._batches, batch)
 
@@ -255,7 +255,7 @@ class ModelWorker(Worker):
         self.cache.scores[self.role.column] = batch.version, scores
         if not send or self.model.mesh.sp_rank != 0:
             return None
-        column = np.empty(len(scores), dtype=object)  # `np.array` would join arrays of equal length to one array
+        column = np.empty(len(scores), dtype=object)  # `np.array` would join arrays of equal length into one array
         for row, value in enumerate(scores.values()):
             column[row] = value
         keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
@@ -321,7 +321,7 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        # The maximum over the ranks (`mesh.largest`) of negative start times belongs to the earliest start.
+        # Negate the start time, because `mesh.largest` then finds the earliest start of all ranks.
         times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self.model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
@@ -398,7 +398,7 @@ class ModelWorker(Worker):
     def rollout_mode(self, version: int) -> None:
         """Publish the weights if the role publishes weights. Free device memory for engines on the same device.
 
-        The options of `OffloadPolicy` say which tensors move to the host. Returns when rank 0 has offered the version
+        The options of `OffloadPolicy` say which tensors move to the host. Returns after rank 0 has offered the version
         to the engines. All ranks offload before the offer, because engines may load an offered version immediately.
         """
         if self._publisher is None:

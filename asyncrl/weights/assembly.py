@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """Computes digests of bytes on a device like `manifest.device_digest_of`, without waiting for the device."""
+    """Computes the digests of `manifest.device_digest_of` on a device, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))

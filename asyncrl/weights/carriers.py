@@ -20,7 +20,7 @@ _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
 
 
 def load_limit_s(timeout_s: float, num_bytes: int) -> float:
-    """Return the deadline of a transfer in seconds: ``timeout_s`` plus one second per 100 MB."""
+    """Return the time limit of a transfer, in seconds: ``timeout_s`` plus one second per 100 MB."""
     return timeout_s + num_bytes / SLOWEST_LOAD
 
 
@@ -34,7 +34,7 @@ class PublishOptions:
             previous version (deltas).
         adapters: If the model has adapters, publish the adapters alone. The frozen weights are published once, with the
             first version.
-        timeout_s: Deadline of a transfer in seconds; one second per 100 MB is added.
+        timeout_s: Time limit of a transfer, in seconds; one second per 100 MB is added.
         num_held: Number of newest versions that each learner rank keeps in memory, if ranks send over the network.
         interface: Network interface on which engines reach the learner ranks. Only engines on the learner's host reach
             ``lo``.
@@ -67,7 +67,7 @@ class PublishOptions:
         return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
 
     def round_timeout_s(self, num_bytes: int) -> float:
-        """Return the deadline, in seconds, of a round (one transfer of a version) that sends ``num_bytes`` bytes."""
+        """Return the time limit, in seconds, of a round (one transfer of a version) that sends ``num_bytes`` bytes."""
         return load_limit_s(self.timeout_s, num_bytes) * (ENGINE_SHARE if self.into_engines else 1.0)
 
 

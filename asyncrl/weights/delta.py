@@ -40,7 +40,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # encode a gap as ``gap // full`` codes that equal ``full``, then the code ``gap % full``
+    for gap_bytes in (1, 2):  # a gap becomes ``gap // full`` times the code ``full``, then the code ``gap % full``
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -52,10 +52,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Change ``place`` from the old bytes of a piece into the new bytes.
+    """Replace the old bytes of a piece in the array ``place``, [bytes] uint8, with the new bytes.
 
-    ``place`` is [bytes] uint8. Its content is undefined after an error. ``change`` describes the encoded piece,
-    and ``data`` has the bytes of this piece from the delta file.
+    The content of ``place`` is undefined after an error. ``change`` describes the encoded piece, and ``data`` has the
+    bytes of this piece from the delta file.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.
@@ -142,6 +142,6 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
             wrong = [change for change, right in zip(delta.changes, rights, strict=True) if not right]
     if wrong:
         raise WeightsError(
-            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into the published one: "
+            f"{paths[wrong[0].file]} does not turn policy version {delta.base.version} into the published version: "
             f"{len(wrong)} of {len(delta.changes)} changed pieces differ, the first begins at byte {wrong[0].start}"
         )

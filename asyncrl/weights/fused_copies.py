@@ -185,7 +185,7 @@ def _continues(run: list[_Block], block: _Block) -> bool:
         return False
     step, source_step = block.start - last.start, block.source - last.source
     if len(run) == 1:
-        return source_step > 0  # `as_strided` accepts no negative stride
+        return source_step > 0  # `as_strided` does not accept a negative stride
     return (step, source_step) == (last.start - run[-2].start, last.source - run[-2].source)
 
 
@@ -213,15 +213,14 @@ class LoadObserver:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # `_published` maps the address of a storage to a pair: a weak reference to the storage, and a list of the
-        # published tensors whose bytes are in the storage.
-        # Each published tensor is described by a tuple: first byte in the storage, end in the storage, tensor's name.
+        # `_published` maps the address of a storage to a pair: a weak reference to the storage, and a list of tuples.
+        # Each tuple describes a published tensor: first byte in the storage, end in the storage, tensor's name.
         # While the weak reference to a storage exists, no other storage gets the address of this storage.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        # `_writes` maps the name of a parameter to the written blocks. The source of a block is a constant, or a tensor
-        # with the given name.
+        # `_writes` maps the name of a parameter to the blocks that the loader has written into the parameter.
+        # Each block has a source: the name of a published tensor, or a constant.
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
-        # `_excluded` has names of tensors and parameters that `copies` leaves out. The model's loader loads these.
+        # `_excluded` has the names of tensors and parameters that the model's loader must load. `copies` omits them.
         self._excluded: set[str] = set()
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -259,7 +258,7 @@ class LoadObserver:
     def computed(self, arguments: Any) -> None:
         """Record an operation of the loader that is neither a view nor a write, such as an addition.
 
-        ``arguments`` are the arguments of the operation, in any nesting. `copies` leaves out the parameters and the
+        ``arguments`` are the arguments of the operation, possibly nested. `copies` leaves out the parameters and the
         published tensors in ``arguments``, because the loader does more than copy these tensors.
         """
         for leaf in tree_leaves(arguments):
@@ -349,9 +348,10 @@ class LoadObserver:
 
 
 def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
-    """Divide the values that a block (a copy into a parameter) writes into contiguous ranges of equal length.
+    """Return the contiguous ranges of a parameter that a block (a copy into the parameter) writes.
 
-    Returns a pair: the start of each range, and the length. Both count values in the storage of the parameter.
+    Returns a pair: the start of each range, and the common length of the ranges. Both are in values, and a start counts
+    from the beginning of the parameter's storage.
     """
     length, num_inner = 1, 0
     for size, stride in zip(reversed(block.shape), reversed(block.strides), strict=True):

@@ -89,7 +89,7 @@ def load_verified(
     Args:
         model: A model with a ``load_weights`` as in SGLang.
         offer: The version's offer. The version's files are on this host, or the version arrives in a stream.
-        timeout_s: Deadline of a stream in seconds; one second per 100 MB is added.
+        timeout_s: Time limit of a stream, in seconds; one second per 100 MB is added.
         arrangement: Text that says which experts this rank holds, and at which positions. ``load_weights`` writes to
             these positions. None if the positions are unknown.
 
@@ -133,10 +133,10 @@ def num_fused(model: nn.Module) -> int:
 def load_from(
     offer: WeightOffer, device: torch.device, load_all: Callable[[WeightSource], T], *, timeout_s: float
 ) -> T:
-    """Call ``load_all`` with the source of an offered version's tensors, and return its result.
+    """Call ``load_all`` with the source of an offered version's tensors, and return the result of ``load_all``.
 
     If a round of a stream (one transfer over the network) fails, the next round begins, and this function calls
-    ``load_all`` again. ``timeout_s`` is the deadline of all rounds in seconds; one second per 100 MB is added.
+    ``load_all`` again. ``timeout_s`` is the time limit of all rounds, in seconds; one second per 100 MB is added.
 
     Raises:
         WeightsError: `MAX_ROUNDS` rounds failed. Other errors of ``load_all`` and `open_weights` are raised unchanged.
@@ -156,7 +156,7 @@ def load_from(
 def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:
     """Open an offered version, and return an object that yields the version's tensors from files or a stream.
 
-    ``timeout_s`` is the deadline of a stream, in seconds.
+    ``timeout_s`` is the time limit of a stream, in seconds.
 
     Raises:
         RoundFailed: a round of a stream failed.
@@ -299,7 +299,7 @@ class FileWeights:
         """Verify the copies on the device, and all bytes of the files that are not yet verified.
 
         Raises:
-            WeightsError: bytes differ from the published ones. The message names the first tensor that differs.
+            WeightsError: bytes differ from the published bytes. The message names the first tensor that differs.
         """
         arrived = torch.stack([digest for _, digest in self._digested]).tolist() if self._digested else []
         wrong: list[Piece] = []
@@ -383,7 +383,7 @@ class AdaptedModules:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the model's adapters by the adapters of a policy version.
+        """Replace the model's adapters with the adapters of a policy version.
 
         The new adapters get the dtype of the layers' weights. Each write is verified. ``modules`` maps names of frozen
         weights to linear layers. Raises `WeightsError` if a layer is missing, or if an adapter does not hold the
@@ -431,7 +431,7 @@ def submissions_run_at_once() -> Iterator[None]:
         future: Future[T] = Future()
         try:
             future.set_result(function(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - reading the result raises it
+        except Exception as error:  # noqa: BLE001 - `Future.result` raises this error
             future.set_exception(error)
         return future
 
@@ -461,7 +461,7 @@ class ComparedWrites(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
             key = parameter.untyped_storage()._cdata
-            if key not in self._names:  # parameters that share storage count as one parameter
+            if key not in self._names:  # treat parameters that share storage as one parameter
                 self._names[key] = name
                 self._sizes[name] = 0
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())
@@ -479,7 +479,7 @@ class ComparedWrites(TorchDispatchMode):
 
     @property
     def num_values(self) -> int:
-        """Number of parameter values that were written. A region that is written twice counts once."""
+        """Number of parameter values that were written. A region that was written twice is counted once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

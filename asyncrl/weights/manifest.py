@@ -242,7 +242,7 @@ class Manifest:
                 if (tensor.file, at) not in ends:
                     raise WeightsError(
                         f"{self.directory}: {tensor.name} has no digest of byte {at - tensor.start} of "
-                        f"{tensor.num_bytes}; every rank must first write and digest its part of the version"
+                        f"{tensor.num_bytes}; every rank must digest its part before the manifest is written"
                     )
                 at = ends[tensor.file, at]
 
@@ -303,8 +303,8 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_de
 class DigestThreads(ThreadPoolExecutor):
     """A thread pool that digests and copies weights while a model is loaded.
 
-    `load.ComparedWrites` replaces ``ThreadPoolExecutor.submit`` during a load, so that other pools use no threads. This
-    class keeps the original method, and still uses its threads.
+    `load.ComparedWrites` replaces ``ThreadPoolExecutor.submit`` during a load, so that other pools use no threads.
+    `DigestThreads` keeps the original method, and still uses threads.
     """
 
     submit = ThreadPoolExecutor.submit
@@ -353,7 +353,7 @@ def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
 
 
 def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str = "") -> WeightsError:
-    """Return the error for weights that cannot be written to ``where``.
+    """Return the error to raise if weights cannot be written to the path ``where``.
 
     ``remedy`` is added to the message if space is missing.
     """

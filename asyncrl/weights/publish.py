@@ -106,15 +106,15 @@ class WeightPublisher:
     def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
         """Copy the current weights, and publish them as ``version`` in the background.
 
-        This method calls the function ``then`` after this rank's copy. Rank 0 offers the version to the engines after
-        ``then`` has returned on all ranks.
+        This method calls the function ``then`` after this rank has copied its weights. Rank 0 offers the version to the
+        engines after ``then`` has returned on all ranks.
 
         Returns:
             A future with the version's offer on rank 0, and with None on the other ranks. The next call of this method
             waits for this future.
 
         Raises:
-            WeightsError: the files could not be prepared, for example for lack of disk space, or the publish of the
+            WeightsError: the files could not be prepared, for example for lack of disk space, or publishing the
                 previous version failed.
         """
         self.wait()
@@ -131,7 +131,7 @@ class WeightPublisher:
         return self._pending
 
     def wait(self) -> None:
-        """Wait until the version of the latest `publish` is offered. Raises `WeightsError` if the publish failed."""
+        """Wait until the version of the latest `publish` is offered. Raises `WeightsError` if publishing failed."""
         if self._pending is not None:
             self._pending.result()
 
@@ -190,7 +190,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        # Also keep versions that an engine may still need, and the full version before the oldest remaining delta.
+        # Keep older versions that an engine may still need, and the full version before the oldest remaining delta.
         while first_kept > 0:
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
@@ -244,9 +244,10 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Convert and digest this rank's bytes. Returns a list with one entry per rank.
+        """Convert and digest this rank's bytes. Then gather the results of all ranks, one entry per rank.
 
-        An entry is a list of `RankShare`, the text of an error, or None if the rank stopped because of another rank.
+        The entry of a rank that succeeded is its list of `RankShare` objects. The entry of a rank that failed is the
+        text of the error. The entry of a rank that stopped because another rank had failed is None.
         """
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
@@ -277,7 +278,7 @@ class WeightPublisher:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # if this rank failed, return True, so that `_gathered` sends the error to all ranks
+            return not has_parts  # True if this rank failed: `_gathered` then sends the error to all ranks
         for part in parts:
             part.exchange()
         return True

@@ -54,7 +54,7 @@ class ReceivedVersions:
     Args:
         folder: The folder of the host's workers; it is made if it does not exist. No other user may write to it.
         name: Name of the worker. Example: ``"engine-3"``.
-        timeout_s: Deadline of a transfer in seconds; one second per 100 MB is added.
+        timeout_s: Time limit of a transfer, in seconds; one second per 100 MB is added.
     """
 
     def __init__(self, folder: Path, name: str, *, timeout_s: float) -> None:
@@ -68,7 +68,7 @@ class ReceivedVersions:
 
         The yielded offer is of a full version or an adapter. No other worker changes the folder of the version before
         the context ends. The manifest of an adapter names a second folder, which has the frozen weights. If another
-        worker holds the lock for twice the deadline of a transfer, this worker receives into a separate folder.
+        worker holds the lock for twice the time limit of a transfer, this worker receives into a separate folder.
 
         Raises the errors of `receive_weights`.
         """
@@ -203,7 +203,7 @@ class ReceivedVersions:
         except TimeoutError:
             raise missed(
                 f"{self._name} did not apply the delta of policy version {local.version} within {limit_s:.0f} s "
-                "(rollout_fleet.load_timeout_s and a second per 100 MB)"
+                "(rollout_fleet.load_timeout_s plus one second per 100 MB)"
             ) from None
 
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
@@ -259,7 +259,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def _is_of(folder: Path, digest: str) -> bool:
-    """Return whether a folder has the manifest with this digest."""
+    """Return whether a folder has a manifest whose digest is ``digest``."""
     try:
         return digest_of((folder / MANIFEST).read_bytes()) == digest
     except (FileNotFoundError, NotADirectoryError):
@@ -277,7 +277,7 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Release the lock if ``locking``, a call of `_locked`, acquired the lock.
+    """Release the lock if the call ``locking`` of `_locked` has acquired the lock.
 
     `ReceivedVersions.version` no longer waits for this call, because the deadline has passed or the wait was cancelled.
     """

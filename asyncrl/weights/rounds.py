@@ -120,7 +120,8 @@ class HeldVersions(dict[int, T]):
     Frozen weights are never removed.
 
     Args:
-        count: Number of newest versions to keep. The oldest version that is still offered to engines is never removed.
+        count: Number of newest versions to keep. In addition, the oldest version that is still offered to engines is
+            kept.
     """
 
     def __init__(self, count: int) -> None:
@@ -128,7 +129,7 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Store the data ``held`` of the version ``version``. If too many versions are stored, remove the oldest."""
+        """Store the data ``held`` for ``version``. Then remove the oldest versions if there are too many versions."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
@@ -305,7 +306,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # these members must not wait for the failed round
+                        for member, _, _ in broken.pending:  # end the wait of these members for the failed round
                             send_message(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -484,7 +485,8 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                # A TimeoutError with an errno comes from TCP, and the connection has ended.
+                # A TimeoutError without an errno means that no message came in time.
+                # A TimeoutError with an errno means that TCP has ended the connection.
                 if isinstance(error, TimeoutError) and error.errno is None:
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
@@ -503,7 +505,7 @@ def framed(message: dict[str, Any]) -> bytes:
 
 
 def send_message(receiver: StreamWriter, message: dict[str, Any]) -> None:
-    """Send a message, unless the connection is closing."""
+    """Send a message. If the connection is closing, do nothing."""
     if not receiver.is_closing():
         receiver.write(framed(message))
 

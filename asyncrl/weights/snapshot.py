@@ -127,7 +127,7 @@ class WritableFile:
         engines compute on GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads are slower for so few bytes
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for few bytes, threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -140,7 +140,7 @@ class WritableFile:
     def sync(self) -> None:
         """Wait until the file system has the written bytes.
 
-        Before the sync, other hosts that share the directory do not see mapped writes.
+        Without this call, other hosts that share the directory possibly do not see writes to the mapped file.
         """
         os.fsync(self._descriptor)
 
@@ -197,7 +197,7 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the tensors that this rank computes from whole parameters. Digest all bytes that this rank provides.
+        """Compute this rank's tensors from whole parameters. Then digest all bytes that this rank provides.
 
         Call `exchange` before this method. If the version is a delta, the method also writes this rank's delta file.
         This file has the changes since ``base``, which is this rank's part of the previous version.
@@ -237,7 +237,7 @@ class RankPart:
         return torch.from_numpy(map_file(path).copy()) if path.stat().st_size else torch.empty(0, dtype=torch.uint8)
 
     def close(self, *, keep_data: bool = False) -> None:
-        """Release the memory of this part. ``keep_data`` keeps the data as the base of the next version."""
+        """Release the memory of this part. If ``keep_data``, keep the data as the base of the next version."""
         if not keep_data:
             self._file.close()
         if self._raw is not None:

@@ -45,7 +45,7 @@ class WeightStager:
         name: Name that is unique in the run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
         copies: Whether full versions are copied to ``memory`` instead of linked. Must be True if there are deltas.
-        timeout_s: Deadline of staging a version in seconds; one second per 100 MB is added.
+        timeout_s: Time limit for staging a version, in seconds; one second per 100 MB is added.
 
     Attributes:
         received: The versions that the engines of this host received over the network.
@@ -109,7 +109,7 @@ class WeightStager:
         except TimeoutError:
             raise missed(
                 f"{self._name} did not stage policy version {offer.version} from {offer.manifest} within {limit_s:.0f} "
-                "s (rollout_fleet.load_timeout_s and a second per 100 MB)"
+                "s (rollout_fleet.load_timeout_s plus one second per 100 MB)"
             ) from None
         finally:
             if working.done():

@@ -79,7 +79,7 @@ NUM_UNDER_WAY = 4
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
-_FOREVER = timedelta(days=20)  # torch rejects much longer timeouts
+_FOREVER = timedelta(days=20)  # torch rejects a timeout that is much longer than this
 
 
 # The learner's side
@@ -143,7 +143,7 @@ class WeightSender:
         self.held_parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Offer a version to receivers, on rank 0. Call this after every rank holds its part.
+        """Offer a version to receivers. Call this method only on rank 0, after every rank holds its part.
 
         ``shares`` has the number of pieces that each rank holds. The manifest lists rank 0's pieces first. Returns a
         copy of ``offer`` that names rank 0's network address instead of a file.
@@ -167,7 +167,7 @@ class WeightSender:
             self._coordinator.offers.retire(oldest)
 
     def close(self) -> None:
-        """Leave a running round (a transfer), and take part in no further round. May be called more than once."""
+        """Leave a running round (a transfer), and do not join later rounds. May be called more than once."""
         if not self._closed.done():
             self._closed.set_result(None)
         if self._coordinator is not None:
@@ -246,7 +246,7 @@ class WeightSender:
 
 
 class RoundDeadline:
-    """The deadline of one or more successive waits."""
+    """The common deadline of one or more successive waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
@@ -258,17 +258,17 @@ class RoundDeadline:
 
     @property
     def left_s(self) -> float:
-        """Remaining seconds, at least 0.001."""
+        """Seconds until the deadline, at least 0.001."""
         return max(self._ends_s - time.monotonic(), 1e-3)
 
     @property
     def left(self) -> timedelta:
-        """Remaining time as a timedelta."""
+        """Time until the deadline, at least 1 ms."""
         return timedelta(seconds=self.left_s)
 
 
 class RoundStore(Store):
-    """A torch store whose values are on rank 0. The members of a new process group exchange addresses through it."""
+    """A torch store whose values are on rank 0. Members of a new process group exchange addresses in this store."""
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class WeightGroup:
     """A process group of torch for rounds (transfers of weights). The learner ranks come first, then the receivers.
 
     Successive rounds with the same members use the same group. ``place`` is the rank of this process in the group.
-    The group must be made before ``deadline``.
+    The members must connect to each other before ``deadline``.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -362,7 +362,7 @@ class WeightGroup:
         work.wait(deadline.left)
 
     def abort(self) -> None:
-        """End running NCCL transfers. A thread that waits for them gets an error."""
+        """End the NCCL transfers that still run. A thread that waits for such a transfer gets an error."""
         if self._is_nccl:
             self._group.abort()
 
@@ -404,7 +404,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     Args:
         offer: An offer with `Carrier.host_stream`.
         folder: Parent of the new folder for the version. It should be in shared memory.
-        timeout_s: Deadline of the transfer in seconds; one second per 100 MB is added.
+        timeout_s: Time limit of the transfer, in seconds; one second per 100 MB is added.
         holds: Manifest digest of the version that this host holds. If the offer is a delta to that version, the ranks
             send the delta alone.
 
@@ -416,7 +416,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
         WeightsError: all `MAX_ROUNDS` attempts failed, for example because the folder has no room.
         DeadlineError: the version was not received in time.
     """
-    # Wait for twice the time of a round, because another round may have to end first.
+    # Wait for twice the time of a round, because another round may have to end before this round begins.
     limit_s = 2 * (load_limit_s(timeout_s, offer.num_bytes) + HOST_WINDOW_S + rounds.CALL_S)
     errors: list[str] = []
     for _ in range(MAX_ROUNDS):
@@ -429,7 +429,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
             shutil.rmtree(target, ignore_errors=True)
             raise missed(
                 f"policy version {offer.version} was not received from {offer.manifest} within {limit_s:.1f} s: twice "
-                f"rollout_fleet.load_timeout_s = {timeout_s:g} s and a second per 100 MB"
+                f"rollout_fleet.load_timeout_s = {timeout_s:g} s plus one second per 100 MB"
             ) from None
         except BaseException as error:
             shutil.rmtree(target, ignore_errors=True)
@@ -523,7 +523,7 @@ class ArrivingWeights:
     Args:
         offer: The offer of the version, with `Carrier.engine_stream`.
         device: Device of the received tensors with NCCL; with gloo, they are in host memory.
-        timeout_s: Deadline of the whole transfer, in seconds.
+        timeout_s: Time limit of the whole transfer, in seconds.
 
     Attributes:
         manifest: Manifest of the version. The constructor waits for it.
@@ -676,7 +676,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # Close a connection that is not open or has another address, because the learner of the connection has ended.
+        # If the connection has ended or leads to another address, its learner has ended. Close the connection.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
@@ -689,7 +689,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         if answer.get("gone"):
             raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
         if answer.get("late"):
-            raise WeightsError(f"rank 0 got no message from this receiver in {rounds.CALL_S} s")
+            raise WeightsError(f"this receiver did not answer the call of rank 0 within {rounds.CALL_S} s")
     except BaseException as error:
         if member is not None:
             member.close()
