@@ -474,7 +474,7 @@ class Attempts:
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """Record that a running group's attempt ended early. `drain_revocations` then returns a message to the worker.
+        """Record that a running group's attempt ended early, and make a message to the worker (`drain_revocations`).
 
         The worker must still report the attempt's tokens. These tokens count as dropped for ``reason``.
         """
@@ -536,8 +536,8 @@ class Attempts:
         """End the lease of a group, or drop the tokens of a group, because the learner goes back to a checkpoint.
 
         ``lost`` maps the id of each group that loses its tokens to the reason. A leased group loses its lease, and is
-        queued again. If it is in ``lost``, it also loses its saved prefix (the tokens so far). A group without a lease
-        must be in ``lost``, and loses its tokens (`evict`).
+        queued again. If the group is in ``lost``, it also loses its saved prefix (the tokens so far). A group without a
+        lease must be in ``lost``, and loses its tokens (`evict`).
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])

@@ -139,7 +139,7 @@ class CheckpointRequests:
         self._journal, self._links = journal, links
         # ``_lineage`` is a name that stays the same when the run resumes.
         self._lineage = shared.config.lineage or shared.config.epoch
-        # ``_owner`` holds options. A later server that continues the journal or a checkpoint must have the same values.
+        # ``_owner`` holds the options that a later server must not change if it continues the journal or a checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())

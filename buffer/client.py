@@ -532,7 +532,8 @@ class BufferClient:
         self._keys = keys
         self._link: ClientSocket | None = None
         self._store_links: dict[str, ClientSocket] = {}
-        self._has_other_clock: bool | None = None  # None until a `Welcome` message has named the server's clock
+        # ``_has_other_clock`` is None until a `Welcome` message has named the server's clock.
+        self._has_other_clock: bool | None = None
         self._space = asyncio.Event()
 
     async def connect(self) -> None:

@@ -335,7 +335,7 @@ class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
 
 
 class PutResult(StrEnum):
-    """Names what the ledger does with a put (a finished group that a worker sends)."""
+    """The possible results of a put (a finished group that a worker sends)."""
 
     stored = "stored"
     duplicate = "duplicate"

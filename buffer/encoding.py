@@ -277,7 +277,9 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
-        raise WireError(f"a column of rows {dtype}{list(shape)} needs N x {row_bytes} bytes, got {len(buffer)} bytes")
+        raise WireError(
+            f"a column with rows {dtype}{list(shape)} must have a multiple of {row_bytes} bytes, got {len(buffer)}"
+        )
     if not num_rows:
         return np.empty((0, *shape), dtype=dtype)
     return np.ndarray((num_rows, *shape), dtype, buffer)

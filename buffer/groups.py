@@ -355,7 +355,7 @@ class StoreSpace:
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
-        """Mark each joined store as awaited, except lost stores. An awaited store is later replaced by a new store."""
+        """Mark each joined store as awaited, except lost stores. New stores that join replace the awaited stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)

@@ -107,8 +107,8 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# To replace the roles' keys, call `add_keys`, `put_keys` and `retire_keys` in this order. If the process dies before
-# the end, call all three functions again.
+# To replace the roles' keys, call `add_keys`, `put_keys` and `retire_keys` in this order.
+# If the process dies between these calls, call all three functions again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:

@@ -118,7 +118,7 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # After this many deaths of its workers, a group is a suspect. A worker leases at most one suspect at a time.
+        # After ``suspect_deaths`` deaths of workers, a group is a suspect. A worker leases at most one suspect.
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(

@@ -214,7 +214,7 @@ class Fenced(Operation[Done], frozen=True):
 
 
 class Number(Answer, frozen=True):
-    """The answer to `Offer`: the oldest offered version; or to `Bury`: how many tokens the dead worker generated."""
+    """A number. For `Offer`, the oldest offered version. For `Bury`, how many tokens the dead worker generated."""
 
     value: int
 
@@ -252,7 +252,7 @@ class Served(Operation[Serving], frozen=True):
 
 
 class Names(Answer, frozen=True):
-    """The answer to `Pin`: the names of the pinned engines; or to `StoreWanted`: the name of one host."""
+    """The answer to `Pin` has the names of the pinned engines. The answer to `StoreWanted` has the name of a host."""
 
     names: tuple[str, ...]
 

@@ -124,7 +124,7 @@ class WorkerPaces:
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """Record a group that a worker had leased from an earlier server. Its duration is measured from ``now`` on."""
+        """Record a group that a worker had leased from an earlier server. The time ``now`` counts as its start."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -228,10 +228,10 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Check at the scheduled times whether workers have become slow.
+        """Check the workers whose next check is due at the time ``now``: a worker may have become slow.
 
-        A worker may be slow if it has ended no group for more than twice the duration of its longest group. The call
-        then sets `_Worker.slowdown`.
+        If a worker has ended no group for at least twice the duration of its longest group, the call sets
+        `_Worker.slowdown`.
         """
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
@@ -248,10 +248,9 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return when leases must be checked next even if no message arrives; None if there is no such time.
+        """Return the time of the next change that may occur although no message arrives; None if there is no such time.
 
-        At this time, `look` must check a worker, or a worker no longer keeps capacity free for a group that it takes
-        over.
+        At this time, `look` checks a worker, or a worker stops keeping capacity free for a group that it takes over.
         """
         kept = [*chain.from_iterable(self._kept.values()), *self._on_the_way.values()]
         moments = [group.kept_until for group in kept if group.kept_until > now]

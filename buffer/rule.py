@@ -323,7 +323,7 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """Computes which deadlines the groups may have that a partly filled batch may still take.
+    """Computes which deadlines are still allowed for the next group of a partly filled batch.
 
     A group's deadline is the last learner version that may consume the group. w is the batch's version. The batch must
     take some groups with early deadlines. So the batch may take a group with the deadline w + k only if enough seats

@@ -75,7 +75,7 @@ _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Limits each client to ``per_second`` requests per second. Each lease that a request names is one request."""
+    """Limits each client to ``per_second`` requests per second. A request that names N leases is counted N times."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -85,8 +85,7 @@ class RateLimit:
     def check(self, client: bytes, num_parts: int) -> None:
         """Add ``num_parts`` to the number of requests that a client has sent in the current second.
 
-        ``num_parts`` is the number of leases that the request names, at least 1. Raises `RateExceeded` if the client
-        exceeds the limit.
+        A request that names N leases is counted N times. Raises `RateExceeded` if the client exceeds the limit.
         """
         now = time.monotonic()
         if now - self._since >= 1.0:

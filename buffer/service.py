@@ -441,7 +441,7 @@ class BufferService:
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Make the buffer go back to a checkpoint, because the learner has died and continues from this checkpoint."""
-        # Drop the data of finished groups before the buffer goes back, because then these groups may be queued again.
+        # Drop the data of finished groups now, because the return to the checkpoint may queue these groups again.
         self._forget_finished()
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:

@@ -140,7 +140,7 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Return whether the store needs a payload: its attempt has not ended, and the payload is not stored yet."""
+        """Return whether the store needs an attempt's payload. A stored payload, or an ended attempt, gives False."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 

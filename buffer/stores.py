@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the XXH3 digest (16 bytes) of a payload. It does not depend on how the payload is divided into frames."""
+    """Return the XXH3 digest (16 bytes) of a payload. The division of the payload into frames does not matter."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
