@@ -131,9 +131,9 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Remove and return the record of an ended attempt, if its worker must still report the attempt's tokens.
+        """Remove the record of an ended attempt from this history if the worker must still report the attempt's tokens.
 
-        Returns None if no report is expected, or if there is no record.
+        Returns the removed record. Returns None if no report is expected, or if there is no record.
         """
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
@@ -156,7 +156,8 @@ class AttemptHistory:
     def reopen(self, finished: IdSet) -> None:
         """Replace the set of finished groups with ``finished``, an earlier state of the set.
 
-        Groups that leave the set may be queued again. Their new attempts continue the numbering of their old attempts.
+        Groups that are no longer in the set may be queued again. The number of their next attempt is then the number
+        of their latest attempt plus 1.
         """
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
@@ -164,7 +165,7 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return how many attempts a group had. The group is finished now, or was finished before `reopen`.
+        """Return how many attempts a finished group had. `reopen` may have removed the group from the finished groups.
 
         Returns 0 for any other group. Returns 1 for a finished group if this history has forgotten the number.
         """
@@ -194,11 +195,11 @@ class AttemptHistory:
 
 
 class Account:
-    """Counts policy tokens. Each token that a worker reports or saves counts once: as buffered, trained or dropped.
+    """Counts policy tokens. The account counts each reported or saved token once, as buffered, trained or dropped.
 
-    The saved tokens of an unfinished group count as buffered from the end of the attempt that saved these tokens. The
+    When an attempt ends and its group is unfinished, the account counts the attempt's saved tokens as buffered. The
     tokens stay buffered while a later attempt continues the group. The tokens that a dead worker generated and did not
-    report count as lost, and later reports of a dead worker do not count. ``buried`` maps the id of each dead worker to
+    report count as lost, and later reports of a dead worker are ignored. ``buried`` maps the id of each dead worker to
     the number of tokens that the worker generated.
     """
 
@@ -260,8 +261,8 @@ class Account:
     def consume(self, summary: GroupSummary, version: int) -> None:
         """Count a group that the learner step ``version`` trained on.
 
-        When a step trains on the group for the first time, the group's tokens move from buffered to trained. Each
-        further time, the tokens count as reused.
+        When a step trains on the group for the first time, the group's tokens move from buffered to trained. When a
+        later step trains on the group again, the tokens count as reused.
         """
         self.lags[version - summary.oldest_version] += 1
         if summary.num_uses:
@@ -287,9 +288,9 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Count a finished group that the buffer refuses, because the group came late or has tokens that are too old.
+        """Count a finished group that the buffer refuses, because the group came too late or its tokens are too old.
 
-        The group's tokens count as dropped, except the ``num_counted`` tokens that the account has counted before.
+        The group's tokens count as dropped, except ``num_counted`` tokens that the account has counted before.
         """
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
@@ -297,10 +298,11 @@ class Account:
             self._drop_lengths(summary, reason)
 
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
-        """Count the tokens of an unfinished attempt as dropped, except the ``num_counted`` tokens counted before.
+        """Count ``num_tokens - num_counted`` tokens of an unfinished attempt as dropped.
 
-        If ``num_counted`` is 0, the tokens also count in the mean length of dropped samples. For this mean, the
-        account assumes that the attempt has as many samples as the latest stored group.
+        The account has counted the other ``num_counted`` tokens of the attempt before. If ``num_counted`` is 0, the
+        mean length of dropped samples includes the tokens. For this mean, the account assumes that the attempt has as
+        many samples as the latest stored group.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -364,8 +366,8 @@ class Account:
     def snapshot(self) -> dict[str, Any]:
         """Return all totals except ``filtered_in_a_row`` as a dict of plain values, for `restore`.
 
-        ``filtered_in_a_row`` is the number of groups that filters dropped one after the other. A restarted server
-        begins this count at 0.
+        ``filtered_in_a_row`` is the number of groups that filters have dropped since the latest stored group. A
+        restarted server begins this count at 0.
         """
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
@@ -386,8 +388,8 @@ class Account:
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
         """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` maps the names
-        of the record's other fields to their values.
+        ``groups`` maps each state of an unfinished group to the number of groups in this state. The keyword arguments
+        ``held`` are the values of other fields of the record.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
@@ -457,14 +459,14 @@ class Attempts:
         """Count the inherited prefix (saved tokens of an earlier attempt) as dropped if the worker did not continue it.
 
         ``continued`` says whether the worker continued the prefix. ``num_tokens`` is the attempt's number of tokens. If
-        this number is smaller than the prefix, the prefix always counts as dropped.
+        the prefix has more tokens than the attempt, the prefix always counts as dropped.
         """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Remove and return the record of an ended attempt whose worker now reports the attempt's number of tokens.
+        """Remove and return the record of an ended attempt, because the worker now reports the attempt's tokens.
 
         Returns None if no such report is expected, or if the worker was declared dead.
         """
@@ -472,7 +474,7 @@ class Attempts:
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """Record that a running group's attempt ended early. `drain_revocations` returns a message for the worker.
+        """Record that a running group's attempt ended early, and make a message to the worker (`drain_revocations`).
 
         The worker must still report the attempt's tokens. These tokens count as dropped for ``reason``.
         """
@@ -495,7 +497,7 @@ class Attempts:
             self._groups.requeue(group, keeps_progress=False)
 
     def drop(self, group: Group, *, stored: bool) -> None:
-        """Remove a running group, and remember it as finished.
+        """Remove a running group from the table of unfinished groups, and remember the group as finished.
 
         ``stored`` says whether the result of the latest attempt was accepted.
         """
@@ -533,9 +535,9 @@ class Attempts:
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
         """End the lease of a group, or drop the tokens of a group, because the learner goes back to a checkpoint.
 
-        ``lost`` maps the ids of the groups that lose their tokens to the reason. A leased group loses its lease, and
-        its prompt is queued. Its saved prefix (the tokens so far) stays if the group is not in ``lost``. A group
-        without a lease must be in ``lost``, and loses its tokens (`evict`).
+        ``lost`` maps the id of each group that loses its tokens to the reason. A leased group loses its lease, and is
+        queued again. If the group is in ``lost``, it also loses its saved prefix (the tokens so far). A group without a
+        lease must be in ``lost``, and loses its tokens (`evict`).
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])

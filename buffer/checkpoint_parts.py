@@ -2,9 +2,10 @@
 
 A checkpoint is a folder such as ``v00000012/``. A *part* is the set of files that one server of the buffer writes into
 this folder. The ledger's server writes the part ``journal``, and store server N writes the part ``storeN``. A part is a
-journal that begins with a snapshot, so a server opens a part like its own journal. A server with a journal on the same
-disk makes hard links to the journal's files. Other servers copy their frames on a thread. The folder is named
-``.v00000012.partial`` until all parts are on the disk. A failed store server has no part.
+journal that begins with a snapshot, so a server can open a part in the same way as its own journal. A server with a
+journal on the same disk makes hard links to the journal's files. In other servers, a thread copies the frames (encoded
+data). The folder is named ``.v00000012.partial`` until all parts are on the disk. If a store server fails, the
+checkpoint lacks the part of this server.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""Name of the journal's value that holds the keys (names) of the checkpoints that the ledger remembers."""
+"""Name of a value in the journal: the list of the keys (names) of the checkpoints that the ledger remembers."""
 
 
 def store_part(number: int) -> str:
@@ -129,7 +130,7 @@ class CheckpointRequests:
 
     Args:
         shared: The ledger and other objects that all request handlers use.
-        journal: The server's own journal; None if it has none.
+        journal: The server's own journal; None if the server has no journal.
         links: Connections to the store servers; None if the ledger's server holds the trajectories.
     """
 
@@ -138,7 +139,7 @@ class CheckpointRequests:
         self._journal, self._links = journal, links
         # ``_lineage`` is a name that stays the same when the run resumes.
         self._lineage = shared.config.lineage or shared.config.epoch
-        # ``_owner`` holds the options that must not change if a later server continues the journal or a checkpoint.
+        # ``_owner`` holds the options that a later server must not change if it continues the journal or a checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())
@@ -148,8 +149,8 @@ class CheckpointRequests:
         """Read the state of an earlier server from the journal or from a checkpoint, and return the state.
 
         Returns None if the server has neither a journal nor a checkpoint. A new journal begins with a copy of the
-        checkpoint. If the journal belongs to the run ``earlier_epoch`` (an option), the resumed run becomes the
-        journal's new owner.
+        checkpoint. If the journal belongs to the run that the option ``earlier_epoch`` names, the resumed run becomes
+        the journal's new owner.
 
         Raises:
             ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.
@@ -196,7 +197,7 @@ class CheckpointRequests:
         self._pending.wait(request, lambda: self._write(request.body))
 
     def note_marks(self) -> None:
-        """Write the names of the remembered checkpoints to the journal. A resumed run reads these names."""
+        """Write the names of the ledger's remembered checkpoints to the journal, so a resumed run can read them."""
         if self._journal is not None and self._journal.read(MARKS) != (keys := self._ledger.marks.keys()):
             self._journal.write(MARKS, keys)
 
@@ -204,7 +205,7 @@ class CheckpointRequests:
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
-            async with self._turn:  # write one checkpoint at a time, because two checkpoints may have the same folder
+            async with self._turn:  # write only one checkpoint at a time, because two may have the same folder
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = await self._parts(partial, checkpoint)
@@ -237,7 +238,7 @@ class CheckpointRequests:
         )
 
     def close(self) -> None:
-        """Cancel the current checkpoint. The incomplete folder stays, with a name like ``.v00000012.partial``."""
+        """Cancel the checkpoint that is being written. Its incomplete folder (``.v00000012.partial``) stays."""
         self._pending.close()
         self._writer.close()
 

@@ -1,9 +1,9 @@
 """The learner's checkpoints that the ledger remembers. The ledger can go back to each of these checkpoints.
 
-A *mark* is the record of one checkpoint. It holds the ledger's counts of tokens and groups when all learner steps
-before the checkpoint are committed. The ledger goes back to a mark when the learner's ranks have died (`Rewind`), and
-when the run resumes (`Resume`). The ledger then drops each stored group and each saved prefix that has a token of a
-lost version. ``docs/staleness.md`` proves that every lag stays within ``max_lag``.
+A *mark* is the record of one checkpoint. When all learner steps before the checkpoint are committed, the ledger's
+counts of tokens and groups are recorded in the mark. The ledger goes back to a mark when the learner's ranks have died
+(`Rewind`), and when the run resumes (`Resume`). The ledger then drops each stored group and each saved prefix that has
+a token of a lost version. ``docs/staleness.md`` proves that every lag stays within ``max_lag``.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class Mark(Row, frozen=True, kw_only=True):
     Attributes:
         key: Name of the checkpoint; empty for the beginning of the run.
         is_reached: Whether all learner steps before ``version`` are committed. Until then, the counts are not set.
-        finished: Groups that were consumed or dropped, as sorted ranges [start, end).
+        finished: Ids of the groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Number of policy tokens in the consumed groups.
         lags: (lag, number) pairs: how often a step trained on a group with this lag in learner steps.
-        tokens_reused: Number of policy tokens in further uses of consumed groups, counted at each further use.
+        tokens_reused: Number of policy tokens that steps trained on again, counted at each use after the first.
         groups_reused: How often steps trained on a group again.
     """
 
@@ -68,7 +68,8 @@ class Marks:
     def add(self, version: int, key: str) -> None:
         """Remember the checkpoint ``key`` of learner version ``version``, without counts of tokens and groups.
 
-        `reach` records the counts later. Only the ``MAX_MARKS`` checkpoints of the newest versions are remembered.
+        `reach` records the counts later. If more than ``MAX_MARKS`` checkpoints are then remembered, the call forgets
+        the checkpoint of the oldest version.
         """
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:

@@ -1,8 +1,9 @@
 """Connects one process to the buffer: sends requests, repeats them after a reconnect, and enforces their deadlines.
 
 A client has a control socket, and a bulk socket for large messages. A request that is large, or may have a large
-answer, waits until both sockets are connected. Other requests need only the control socket. Each received chunk
-restarts the deadline of its request. Each acknowledged chunk restarts the deadlines of all large requests.
+answer, waits until both sockets are connected. Other requests need only the control socket. A large message is sent in
+chunks. Each received chunk of an answer restarts the deadline of the request. When the server acknowledges a chunk of
+a request, the deadlines of all large requests restart.
 """
 
 import asyncio
@@ -124,8 +125,8 @@ class Connection:
 class _UnansweredRequest:
     """A request that has no reply yet.
 
-    ``seconds`` is the time from sending the request to its first deadline. ``due`` is the current deadline. Each
-    transferred chunk moves the current deadline.
+    ``seconds`` is the time from sending the request to the first deadline. ``due`` is the current deadline. Each
+    transferred chunk of the request or of the reply moves the current deadline.
     """
 
     caller: str
@@ -147,8 +148,8 @@ class ClientSocket:
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest id of a fetch (a request for trajectories) that the server has answered. Cancelled fetches
-            count too.
+        num_read: Largest id of a fetch (a request for trajectories) that the server has answered. The fetch may have
+            been cancelled.
         identity: The id of this client on the server.
     """
 
@@ -370,7 +371,7 @@ class ClientSocket:
     def _on_refused(self, used: ClientKeys | None) -> None:
         """Handle the server's refusal of the keys ``used``.
 
-        The client connects again if its file has newer keys. Otherwise all requests fail.
+        The client connects again if its key file has newer keys. Otherwise all requests fail.
         """
         if used != self._keys or self._begin_with_newest_keys():
             return
@@ -531,7 +532,8 @@ class BufferClient:
         self._keys = keys
         self._link: ClientSocket | None = None
         self._store_links: dict[str, ClientSocket] = {}
-        self._has_other_clock: bool | None = None  # it is None until a `Welcome` message names the server's clock
+        # ``_has_other_clock`` is None until a `Welcome` message has named the server's clock.
+        self._has_other_clock: bool | None = None
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
@@ -666,9 +668,9 @@ class BufferClient:
         return welcome
 
     async def hello_for_clock(self, caller: str) -> None:
-        """Measure the offset of the server's clock if this process records a profile.
+        """If this process records a profile, measure the offset between the server's clock and this host's clock.
 
-        Does nothing if the server is known to run on this host.
+        Does nothing if the client knows that the server uses the same clock.
         """
         if record.current() is not None and self._has_other_clock is not False:
             await self.hello(operations.Hello(), caller)

@@ -60,8 +60,8 @@ class Enqueued(Answer, frozen=True):
 class Enqueue(Command[Queued, Enqueued], frozen=True):
     """Queue prompts. The ledger ignores known prompts. ``counts`` has the number of frames of each prompt.
 
-    After the first request with ``wants_outcomes``, the server stores metadata of the newest finished groups for
-    later answers.
+    After the first request with ``wants_outcomes``, the server keeps the metadata of newly finished groups until the
+    next answer to `Enqueue`.
     """
 
     roles = CONTROLLER
@@ -72,7 +72,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 
 
 class Progress(Row, frozen=True, kw_only=True):
-    """The number, the oldest version and the newest version of the policy tokens in a group's saved prefix."""
+    """How many policy tokens a group's saved prefix has, and the oldest and the newest version of these tokens."""
 
     num_tokens: Count
     oldest_version: Count
@@ -218,8 +218,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         was_running: Whether the worker still held the lease. The report then ends the lease.
-        was_owed: Whether the lease was already revoked, and the worker had not yet reported the attempt's number of
-            tokens.
+        was_owed: Whether the lease had been revoked before, and the worker had not yet reported the attempt's tokens.
         is_dropped: Whether the group is dropped, because too many of its attempts failed.
     """
 
@@ -234,10 +233,12 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Release(Command[Released, Released], frozen=True, kw_only=True):
-    """Return the lease of an unfinished group, or report the tokens of a revoked attempt. Only the first report counts.
+    """Give back the lease of an unfinished group, or report the tokens of a revoked attempt.
+
+    A repeated report has no effect.
 
     Attributes:
-        num_tokens: Number of tokens of the attempt, including the saved tokens that it continued.
+        num_tokens: Number of tokens of the attempt, including the saved tokens that the attempt continued.
         reason: Why the attempt ended. The tokens that were not saved count as dropped for this reason.
         continued: False if the worker started again without the saved prefix of an earlier attempt.
         max_failures: 0 if the attempt did not fail. Otherwise the group is dropped after this number of failed
@@ -273,14 +274,14 @@ class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Expire(Command[TakenBack, Done], frozen=True):
-    """Revoke every expired lease. The server itself applies this command when a lease expires."""
+    """Revoke every expired lease. When a lease expires, the server applies this command. No client sends it."""
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
-    """Revoke every lease of ``owner``, a worker that is silent or dead. Repeating the command has no effect.
+    """Revoke every lease of ``owner``, a worker that is silent or dead. A repeated command has no effect.
 
     ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. The unreported
-    tokens of a dead owner count as lost, and later reports of this owner do not count.
+    tokens of a dead owner count as lost, and later reports of this owner are ignored.
     """
 
     owner: bytes
@@ -307,7 +308,7 @@ class Reserved(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if a restarted server must know the evicted groups or the chosen store."""
+        """True if the command evicts groups, or chooses among several stores. A restarted server must know this."""
         return bool(self.evicted) or self.is_choice
 
 
@@ -334,7 +335,7 @@ class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
 
 
 class PutResult(StrEnum):
-    """Says what the ledger does with a put (a finished group that a worker sends)."""
+    """The possible results of a put (a finished group that a worker sends)."""
 
     stored = "stored"
     duplicate = "duplicate"
@@ -344,7 +345,7 @@ class PutResult(StrEnum):
 
 
 class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
-    """The decision about a put (a finished group that a worker sends).
+    """The ledger's decision about a put (a finished group that a worker sends).
 
     Attributes:
         rank: Sort key of a stored group. Batches take groups with a small sort key first.
@@ -359,12 +360,12 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """Always True. A restarted server must count the tokens of every put, even of a refused put."""
+        """Always True. A restarted server must count the tokens of every put, including refused puts."""
         return True
 
 
 class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
-    """Store a finished group. Repeating the command has no effect.
+    """Store a finished group. A repeated command has no effect.
 
     Attributes:
         continued: False if the worker started again without the saved prefix of an earlier attempt.
@@ -405,7 +406,7 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if a group or a batch is lost."""
+        """True if the loss affects at least one group or batch."""
         return bool(self.group_ids or self.dissolved or self.unsent or self.missing)
 
 
@@ -449,7 +450,7 @@ class AddStore(Command[AddedStore, AddedStore], frozen=True):
 
 
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups of a lost store server. ``is_new`` is false if the store server counted as lost before.
+    """The groups of a lost store server. ``is_new`` is false if the ledger had already recorded this loss.
 
     Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reserved bytes.
     """
@@ -460,7 +461,7 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the store did not count as lost before."""
+        """True if the ledger had not recorded the loss of this store before."""
         return self.is_new
 
 
@@ -477,9 +478,9 @@ class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the ids of the groups that the learner step ``version`` trains on, in the order of the batch.
 
-    The plan revokes the leases of the running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
-    Otherwise the plan queues their prompts again. ``is_new`` is false if the batch was planned before, or cannot be
-    made yet. A batch that cannot be made yet has no groups.
+    The running groups in ``given_up`` lose their leases. If ``is_dropped``, these groups are dropped. Otherwise their
+    prompts are queued again. ``is_new`` is false if the batch was planned before, or cannot be made yet. A batch that
+    cannot be made yet has no groups.
     """
 
     version: int
@@ -536,11 +537,11 @@ class Commit(Command[Committed, Totals], frozen=True):
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):
-    """The effects of the learner's return to a checkpoint.
+    """The effects on the groups when the learner goes back to a checkpoint.
 
     Attributes:
         is_new: False if the ledger had applied this command before.
-        group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
+        group_ids: Groups whose trajectories or saved prefix are dropped, because they have a token of a lost version.
         revoked: Groups whose running attempt was revoked.
         missing: Planned groups that no store holds.
         unfit: Groups that the options of a resumed run exclude. These groups cannot be consumed in time, or steps have
@@ -558,7 +559,7 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the return to the checkpoint is new."""
+        """True if the ledger had not applied this command before."""
         return self.is_new
 
     @property
@@ -571,9 +572,9 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     """Record that the learner goes back to the checkpoint of ``version``. The weights of later versions are lost.
 
     The ledger revokes every running attempt. Stored groups and saved prefixes with a token of a lost version are
-    dropped. Batches are planned again. Prompts that finished after ``version`` may be queued again.
+    dropped. The planned batches are undone. Prompts whose groups finished after the checkpoint may be queued again.
 
-    ``incarnation`` counts the learner's returns to a checkpoint, including this one. The first return has the number 1.
+    ``incarnation`` counts how often the learner has gone back to a checkpoint, including this time.
     """
 
     roles = CONTROLLER
@@ -584,8 +585,8 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     """Restore the ledger from a checkpoint of an earlier process of the run.
 
-    The ledger keeps groups, drops groups and revokes leases by the rules of `Rewind`. The learner's incarnation becomes
-    0. The incarnation counts how often the learner has gone back to a checkpoint.
+    The ledger keeps groups, drops groups and revokes leases in the same way as for `Rewind`. The learner's incarnation
+    (how often the learner has gone back to a checkpoint) becomes 0.
 
     Attributes:
         version: Learner version to continue from. The steps before this version then count as committed.
@@ -601,13 +602,13 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
 
 
 class Marked(LedgerOutcome, frozen=True, kw_only=True):
-    """A remembered checkpoint. ``is_new`` is false if the ledger remembered this checkpoint before."""
+    """The outcome of `Checkpoint`. ``is_new`` is false if the ledger remembered this checkpoint before."""
 
     is_new: bool
 
     @property
     def is_recorded(self) -> bool:
-        """True if the checkpoint is new."""
+        """True if the ledger did not remember the checkpoint before."""
         return self.is_new
 
 

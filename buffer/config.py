@@ -9,7 +9,7 @@ from .rule import StalenessRule, find_filters, find_order
 
 
 class OnStale(StrEnum):
-    """Says what the buffer does if the next batch must contain a group that is still running."""
+    """Selects what the buffer does if the next batch must contain a group that is still running."""
 
     wait = "wait"
     requeue = "requeue"
@@ -17,14 +17,14 @@ class OnStale(StrEnum):
 
 
 class Durability(StrEnum):
-    """Says whether a restarted server has the contents of the server that ended."""
+    """Selects whether the buffer's contents are only in a server's memory, or also on disk for a restarted server."""
 
     memory = "memory"
     disk = "disk"
 
 
 class StoresOn(StrEnum):
-    """Says where trajectories are stored until the learner trains on them."""
+    """Selects which servers store the trajectories until the learner trains on them."""
 
     auto = "auto"
     ledger = "ledger"
@@ -98,11 +98,11 @@ class BufferConfig:
         max_requests_per_s: Largest number of requests per second that the server answers to one client. The server
             refuses further requests. A request that names leases counts once per lease.
         stores_on: Where the trajectories are. ``ledger``: in the ledger's server, or in ``num_store_servers`` processes
-            beside it. ``hosts``: on one store server per host of rollout workers, so trajectories cross the network
+            on its host. ``hosts``: on one store server per host of rollout workers, so trajectories cross the network
             once. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and ``num_store_servers`` is 0, otherwise
             ``ledger``.
-        num_store_servers: Number of processes beside the ledger's server that hold the trajectories; 0 keeps the
-            trajectories in the ledger's server.
+        num_store_servers: Number of additional processes, on the ledger server's host, that hold the trajectories; 0
+            keeps the trajectories in the ledger's server.
         keys: Directory of the run's CURVE keys. The run creates missing keys there. If empty, the run uses its own
             folder. A server with a ``host`` needs keys. Example: ``outputs/keys``.
         checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets this option when

@@ -1,4 +1,4 @@
-"""Describes the ledger for `asyncrl inspect`, and records its changes in the profile of the run (`LedgerNotes`).
+"""Describes the ledger for `asyncrl inspect`. `LedgerNotes` records the ledger's changes in the profile of the run.
 
 `asyncrl inspect` shows the state of a group, and why the next batch is not planned yet.
 """
@@ -126,7 +126,7 @@ def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
 
 
 class LedgerNotes:
-    """Records in the run's profile the changes of the groups' states, and the ledger's current counts."""
+    """Records changes of the groups' states, and the ledger's current counts, in the run's profile."""
 
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger

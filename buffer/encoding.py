@@ -1,8 +1,8 @@
 """Encodes and decodes messages, prompts and trajectory groups.
 
-A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
-of its records (`buffer.commands` and `buffer.operations`). The epoch is the name of the run. Request id 0 marks a
-push: a message from the server that answers no request.
+A message has a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]``, and then the
+frames of its records (`buffer.commands` and `buffer.operations`). The epoch is the name of the run. Request id 0 marks
+a push: a message that the server sends without a request.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
 per column. This takes a third of the codec's time.
@@ -277,7 +277,9 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
-        raise WireError(f"a column must have whole rows of {dtype}{list(shape)}, got {len(buffer)} bytes")
+        raise WireError(
+            f"a column with rows {dtype}{list(shape)} must have a multiple of {row_bytes} bytes, got {len(buffer)}"
+        )
     if not num_rows:
         return np.empty((0, *shape), dtype=dtype)
     return np.ndarray((num_rows, *shape), dtype, buffer)
@@ -286,8 +288,8 @@ def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memo
 def pack(frames: Sequence[Any]) -> list[Any]:
     """Pack frames (bytes, or views of bytes) into parts of a suitable size for ZMQ, and return the parts.
 
-    If all frames together have fewer than ``JOIN_BELOW_BYTES`` bytes, they become one part. Otherwise they become a
-    header, and parts of at most ``CHUNK_BYTES`` bytes.
+    If all frames together have fewer than ``JOIN_BELOW_BYTES`` bytes, the result is one part. Otherwise the result is a
+    header and parts of at most ``CHUNK_BYTES`` bytes.
     """
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)
@@ -388,7 +390,7 @@ def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
         (number,) = struct.unpack_from("<I", header, len(_PACKED))
         end = len(_PACKED) + 4 + 8 * number
         if end > header.nbytes:
-            raise WireError(f"a payload's header of {header.nbytes} bytes cannot hold {number} lengths")
+            raise WireError(f"a payload's header of {header.nbytes} bytes is too small for {number} frame lengths")
         return struct.unpack_from(f"<{number}Q", header, len(_PACKED) + 4), end
     except struct.error as error:
         raise WireError(f"a payload's header of {header.nbytes} bytes is incomplete: {error}") from error

@@ -247,7 +247,7 @@ def _storable(column: np.ndarray) -> np.ndarray:
 
 
 def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Divide a column into lists. List i has ``lengths[i]`` rows."""
+    """Divide a column into lists. List i contains the next ``lengths[i]`` rows of the column."""
     flat = _storable(column)
     per_row = len(flat) // len(column) if len(column) else 1
     offsets = np.concatenate([[0], np.cumsum(lengths)]) * per_row
@@ -255,7 +255,7 @@ def _lists(column: np.ndarray, lengths: np.ndarray) -> pa.Array:
 
 
 def _table(schema: pa.Schema, columns: Mapping[str, Any], num_rows: int) -> pa.Table:
-    """Make a table with the columns of ``schema``. A column that ``columns`` lacks is null in every row."""
+    """Make a table with the columns of ``schema``. A column that is not in ``columns`` is null in every row."""
     arrays = [columns.get(name, pa.nulls(num_rows, schema.field(name).type)) for name in schema.names]
     return pa.Table.from_arrays(arrays, schema=schema)
 
@@ -327,7 +327,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
 
 
 def read_export(folder: Path) -> BufferContents:
-    """Return the contents of a buffer from a folder that `write_export` wrote.
+    """Read the contents of a buffer from a folder that `write_export` wrote, and return the contents.
 
     The user may have removed rows from ``groups.parquet``. The groups of these rows are left out.
 
@@ -366,7 +366,7 @@ def read_export(folder: Path) -> BufferContents:
 
 
 def _row_ranges(table: pa.Table) -> dict[int, tuple[int, int]]:
-    """Map each group id to a pair: its first row and its number of rows. The rows of a group are adjacent."""
+    """Map each group id to a pair: the group's first row, and the group's number of rows. These rows are adjacent."""
     ids = table["group_id"].to_numpy()
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff([*starts, len(ids)])

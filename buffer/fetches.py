@@ -79,7 +79,7 @@ def _read(group_id: int, frames: Frames) -> Frames:
 
 
 class FetchWindow:
-    """Limits the bytes of unread replies per client to ``limit``."""
+    """Checks that no client has more than ``limit`` bytes of unread replies."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

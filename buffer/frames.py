@@ -33,7 +33,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the position of frames without a head. ``frames`` begin at byte ``start`` of their file.
+        """Return the position of ``frames``, which have no head and begin at byte ``start`` of a file.
 
         The checksum covers only the frames.
         """

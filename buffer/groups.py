@@ -39,9 +39,10 @@ class GroupState(StrEnum):
 class StorePlace(Struct, kw_only=True, array_like=True):
     """Address and state of a store (a server that holds trajectories).
 
-    ``address`` and ``host`` are empty for a store that exists from the start, and for an awaited store. If ``is_gone``,
-    the store is lost and never returns. If ``is_awaited``, the store joined before the run was resumed. The next store
-    that joins takes over the number of the awaited store, and loads the awaited store's groups from the checkpoint.
+    If ``is_gone``, the store is lost and never returns. If ``is_awaited``, the store joined before the run was resumed,
+    and no new store has replaced it yet. The next store that joins takes over the number of the awaited store, and
+    loads the awaited store's groups from the checkpoint. ``address`` and ``host`` are empty for an awaited store, and
+    for a store that exists from the start.
     """
 
     address: str = ""
@@ -124,7 +125,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def newest_version(self) -> int:
-        """The policy version of the newest token in the trajectories or the saved prefix; -1 without tokens."""
+        """The policy version of the newest token in the trajectories or the saved prefix; -1 if there is no token."""
         held = self.progress if self.summary is None else self.summary
         return -1 if held is None else held.newest_version
 
@@ -226,7 +227,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # Reset the expiry time, so this record is the same on a restarted server. The journal omits renewed times.
+        # Reset the expiry time. A restarted server does not know renewed times, because the journal omits them.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -300,7 +301,7 @@ class LeaseIndex:
 
 
 class ReadyIndex:
-    """The stored groups that no batch holds, by deadline (the last learner version that may consume a group)."""
+    """The stored groups that are in no batch, by deadline (the last learner version that may consume a group)."""
 
     def __init__(self) -> None:
         self._entries: dict[int, list[Entry]] = {}
@@ -310,7 +311,7 @@ class ReadyIndex:
         self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
 
     def remove(self, deadline: int, group_ids: Container[int]) -> None:
-        """Remove the groups in ``group_ids`` that have the deadline ``deadline``."""
+        """Remove those groups in ``group_ids`` that have the deadline ``deadline``."""
         entries = [entry for entry in self._entries[deadline] if entry[2] not in group_ids]
         if entries:
             self._entries[deadline] = entries
@@ -345,22 +346,22 @@ class StoreSpace:
         self.prefix_bytes = self.expected_bytes = 0
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Add store ``number``. The store has a new number, or takes over the number of an awaited store.
+        """Add the store with the number ``number``: a new number, or the number of an awaited store.
 
-        An awaited store joined before the run was resumed, and no store has replaced it yet.
+        An awaited store joined before the run was resumed. The new store replaces the awaited store.
         """
         if number == len(self.stores):
             self.stored_bytes.append(0)
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
-        """Mark all joined stores as awaited, except the lost stores. New stores replace the awaited stores."""
+        """Mark each joined store as awaited, except lost stores. New stores that join replace the awaited stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """Return the numbers of the awaited stores (`StorePlace`). No new store has replaced these stores yet."""
+        """Return the numbers of the stores from before the resume that no new store has replaced yet."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
@@ -393,7 +394,7 @@ class StoreSpace:
         group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
 
     def evict_prefix(self, group: Group) -> None:
-        """Record that a group's saved prefix was deleted to free bytes. ``group.progress`` still counts the tokens."""
+        """Record that a group's saved prefix was deleted to free bytes. ``group.progress`` stays unchanged."""
         self.prefix_bytes -= group.prefix_bytes
         group.prefix_bytes, group.is_evicted = 0, True
 
@@ -412,7 +413,7 @@ class GroupTable:
 
     Attributes:
         leases: The groups that workers generate now.
-        ready: The stored groups that no batch holds.
+        ready: The stored groups that are in no batch.
         open_by_deadline: Maps each deadline (the last learner version that may consume a group) to its number of open
             groups. A group is open if it is leased, or stored and not in a planned batch.
         plans: Maps the version of each planned learner step to the group ids of its batch.
@@ -564,7 +565,8 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        If the learner has trained on the group, the group leaves the table. Otherwise it goes to the head of the queue.
+        If the learner has trained on the group, remove the group from the table. Otherwise put the group at the head of
+        the queue.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1

@@ -21,8 +21,8 @@ from .role_clients import BufferConnection, ControlClient, LearnerClient
 async def read(connection: BufferConnection, *, group_id: int = -1, with_payload: bool = False) -> dict[str, Any]:
     """Request a report from a buffer's server, and return the report as a JSON object.
 
-    A ``group_id`` of 0 or more requests the report of one group. If ``with_payload`` is true, this report contains
-    the group's trajectories if a store has them.
+    If ``group_id`` is 0 or more, the report describes only this group. The report of a stored group also contains the
+    group's trajectories if ``with_payload`` is true.
     """
     client = connection.client()
     try:
@@ -53,7 +53,7 @@ def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format a server's report (a result of `read`) as text for people."""
+    """Format the report of a whole buffer (a result of `read`) as readable text."""
     stats, groups = report["stats"], report["groups"]
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",
@@ -91,7 +91,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def render_group(report: dict[str, Any]) -> str:
-    """Format the report of one group (a result of `read`) as text for people."""
+    """Format the report of one group (a result of `read`) as readable text."""
     parts = ("summary", "ended_attempts", "trajectories")
     lines = [", ".join(f"{name} {value}" for name, value in report.items() if name not in parts)]
     if "summary" in report:

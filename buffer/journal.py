@@ -440,7 +440,7 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the state of an earlier server, which the files contained when this journal opened them.
+        """Return the state of an earlier server that the journal's files contained when the journal was opened.
 
         Call this method only once, because it drops the state from memory. A later call returns an empty state.
         """
@@ -488,7 +488,7 @@ class Journal:
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
-        """Record the owner of a new journal: the run and its options. Check the owner of an existing journal.
+        """Record the owner (run and options) of a new journal. Check that an existing journal has the same owner.
 
         ``owner`` maps names to plain values. Example: ``{"run": "4f1c", "max_lag": 2}``.
 
@@ -591,7 +591,7 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
-        """Write frames to the file of large frames, on the journal's thread.
+        """Let the journal's thread write frames to the file of large frames.
 
         The thread reads the memory of the frames later, so do not change the frames before ``then`` is called. The
         event loop calls ``then`` after the write, with the frames on disk or with the error.
@@ -712,8 +712,8 @@ class Journal:
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
         """Delete the old files when the new files are on the disk.
 
-        A server finds a file of frames by the name of the log. So each file of frames is deleted before its log. If
-        this process dies between the two deletions, a later server finds the log and deletes the log.
+        A later server finds a file of frames only if the log with the same number exists. So each file of frames is
+        deleted before its log. If this process dies between the two deletions, the later server deletes the log.
         """
         try:
             for file in new:

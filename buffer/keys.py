@@ -62,9 +62,9 @@ class ClientKeys:
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """Return a copy of these keys with the key pair that the file ``path`` holds now.
+        """Return a copy of these keys with the key pair that is now in the file ``path``.
 
-        If there is no file, or if the file cannot be read, the method returns the keys unchanged.
+        If ``path`` is None, or if the file cannot be read, the method returns the keys unchanged.
         """
         if self.path is None:
             return self
@@ -107,7 +107,8 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# To replace the roles' keys, call `add_keys`, `put_keys` and `retire_keys` in this order. After a crash, begin again.
+# To replace the roles' keys, call `add_keys`, `put_keys` and `retire_keys` in this order.
+# If the process dies between these calls, call all three functions again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:

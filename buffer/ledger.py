@@ -48,7 +48,7 @@ class CommandLog(Protocol):
 class Call(NamedTuple):
     """The sender of a command, and the time when the command arrived.
 
-    ``sender`` is a client id, or None if it is unknown. ``now`` is in seconds on the buffer server's clock.
+    ``sender`` is a client id, or None if the sender is unknown. ``now`` is in seconds on the buffer server's clock.
     """
 
     now: float
@@ -118,7 +118,7 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # The number of worker deaths that make a group a suspect. A worker has at most one suspect (`GroupTable.head`).
+        # After ``suspect_deaths`` deaths of workers, a group is a suspect. A worker leases at most one suspect.
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
@@ -174,7 +174,7 @@ class Ledger:
 
     @property
     def budget(self) -> int:
-        """Number of new groups that, by the staleness bound, may begin now on engines with the learner's version.
+        """How many new groups the staleness bound allows now on engines that serve the learner's version.
 
         The bound on bytes may allow fewer groups.
         """
@@ -186,7 +186,7 @@ class Ledger:
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether the ledger knows a group, finished or not.
+        """Return whether the ledger knows a group. The ledger also knows finished groups.
 
         When the learner goes back to a checkpoint, the ledger forgets the groups that finished after the checkpoint.
         """
@@ -235,7 +235,7 @@ class Ledger:
         """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers.
 
         A group's deadline is the last learner version that may consume the group. w is the version of the next batch.
-        The sum of the first k + 1 numbers counts those running groups whose deadline is w + k or earlier.
+        Number k counts groups with a deadline of at most w + k that are not counted in the numbers before it.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
@@ -669,7 +669,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> comm
         if lag > ledger.rule.max_lag or version > group.deadline:
             raise StalenessError(
                 f"group {group.group_id} with deadline {group.deadline} would be consumed at version {version} with a "
-                f"token of version {group.result.oldest_version}: its lag is {lag}, max_lag is {ledger.rule.max_lag}"
+                f"token of version {group.result.oldest_version}; the lag is {lag}, max_lag is {ledger.rule.max_lag}"
             )
     return commands.Committed(version=version, group_ids=group_ids, again=_admitted_again(ledger, group_ids))
 

@@ -58,8 +58,8 @@ class OfferLog:
     def append(self, offer: WeightOffer) -> None:
         """Add an offer of weights. An earlier offer of the same version is replaced.
 
-        If there are too many offers, delete the second oldest of the offers whose version is not pinned. Pinned engines
-        stay on one version, the pinned version.
+        If there are too many offers, delete one: the second oldest offer of a version that is not pinned. The pinned
+        version is the version that pinned engines stay on.
         """
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
@@ -88,7 +88,7 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Return whether the pinned version is lost. Pinned engines stay on one version, the pinned version.
+        """Return whether the pinned version (the version that pinned engines stay on) is lost.
 
         The pinned version is lost if its offer is deleted, no pinned engine serves the version, and engines may load a
         newer version. Raises `WeightsError` if a publish failed.
@@ -130,7 +130,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                # If a pinned engine restarts after the pinned version's offer was deleted, load the newest version.
+                # A pinned engine that restarts after the pinned version's offer was deleted loads the newest version.
                 self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
@@ -146,7 +146,7 @@ class OfferLog:
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
         """Record that an engine serves a version after a load of ``took_s`` seconds.
 
-        ``engine`` is the client id of the engine's worker. ``name`` is the controller's name for the engine. Another
+        ``engine`` is the client id of the engine's worker. ``name`` is the controller's name for the engine. A repeated
         report of the same version changes nothing.
         """
         if self._serving.get(engine) != version:
@@ -186,7 +186,7 @@ class OfferLog:
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return a dict of plain values, for `restore`: the state that a restarted server needs."""
+        """Return the state that a restarted server needs, as a dict of plain values for `restore`."""
         return {
             "offers": to_builtins(list(self._offers.values())),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
@@ -222,7 +222,7 @@ class OfferRequests:
     def recover(self) -> None:
         """Load the offers that an earlier server wrote to the journal.
 
-        Offers from before the learner's latest return to a checkpoint are ignored.
+        The offers are ignored if the learner has gone back to a checkpoint since they were written.
         """
         journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
         incarnation, values = journaled or (0, None)
@@ -279,7 +279,7 @@ class OfferRequests:
         self._tell_controllers()
 
     def withdraw(self) -> None:
-        """Withdraw every offer, because the learner goes back to a checkpoint."""
+        """Delete every offer, because the learner goes back to a checkpoint."""
         self.log = OfferLog()
         self._shown = None
         self._write()

@@ -1,6 +1,6 @@
 """The operations that the ledger does not decide, their answers, and the pushes.
 
-An operation is a request of a client. A push is a message from a server that answers no request. `buffer.commands`
+An operation is a request of a client. A push is a message that a server sends without a request. `buffer.commands`
 has the operations that the ledger decides.
 
 To add an operation, change three files. Define its answer and its record here, the handler ``on_<name>`` in
@@ -88,14 +88,14 @@ class Space(Push, frozen=True):
 
 
 class Connected(Answer, frozen=True):
-    """The epoch (name of the run) of a server, and its port for large payloads. The port is 0 for a Unix socket."""
+    """The epoch (name of the run) of a server, and the server's port for large payloads; 0 for a Unix socket."""
 
     epoch: Text
     bulk_port: Int64
 
 
 class Connect(Operation[Connected], frozen=True):
-    """Request a server's epoch (name of the run), and its port for large payloads."""
+    """Request a server's epoch (name of the run), and the server's port for large payloads."""
 
     roles = EVERY_ROLE
 
@@ -214,7 +214,7 @@ class Fenced(Operation[Done], frozen=True):
 
 
 class Number(Answer, frozen=True):
-    """A number that answers `Offer` (the oldest offered version) or `Bury` (how many tokens the worker generated)."""
+    """A number. For `Offer`, the oldest offered version. For `Bury`, how many tokens the dead worker generated."""
 
     value: int
 
@@ -252,7 +252,7 @@ class Served(Operation[Serving], frozen=True):
 
 
 class Names(Answer, frozen=True):
-    """Names that answer `Pin` (the names of the pinned engines) or `StoreWanted` (the name of one host)."""
+    """The answer to `Pin` has the names of the pinned engines. The answer to `StoreWanted` has the name of a host."""
 
     names: tuple[str, ...]
 
@@ -318,8 +318,8 @@ class Places(Answer, frozen=True):
 class Fetch(Operation[Payloads | Places], frozen=True):
     """Fetch the trajectories of stored groups.
 
-    A fetch from a store server also has the attempt number of each group in ``attempts``. The client has received the
-    answers to some fetches. ``read`` is the largest request id of these fetches.
+    A fetch from a store server also has the attempt number of each group in ``attempts``. ``read`` is the largest
+    request id of the client's earlier fetches that were answered.
     """
 
     roles = LEARNER | CONTROLLER | INSPECTOR
@@ -353,7 +353,7 @@ class Removed(Answer, frozen=True):
 class Remove(Operation[Removed], frozen=True):
     """Drop the payloads of the finished groups ``group_ids``, and the payloads of ended attempts.
 
-    ``ended`` holds (group id, attempt number) pairs. Earlier attempts at the same group have ended too.
+    ``ended`` holds (group id, attempt number) pairs. The payloads of earlier attempts at these groups are dropped too.
     """
 
     roles = LEDGER

@@ -124,7 +124,7 @@ class WorkerPaces:
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """Record a group that a worker had leased from an earlier server. The group counts as begun at ``now``."""
+        """Record a group that a worker had leased from an earlier server. The time ``now`` counts as its start."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -228,9 +228,10 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Find workers that have ended no group for longer than twice the duration of their longest group.
+        """Check the workers whose next check is due at the time ``now``: a worker may have become slow.
 
-        The time without an ended group counts as a slowdown (`_Worker.slowdown`). Such a worker may now count as slow.
+        If a worker has ended no group for at least twice the duration of its longest group, the call sets
+        `_Worker.slowdown`.
         """
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
@@ -247,10 +248,9 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the time of the next event that occurs without a message; None if there is no such event.
+        """Return the time of the next change that may occur although no message arrives; None if there is no such time.
 
-        An event is a check for slow workers (`look`), or the end of the time during which a worker keeps capacity free
-        for a group that it takes over.
+        At this time, `look` checks a worker, or a worker stops keeping capacity free for a group that it takes over.
         """
         kept = [*chain.from_iterable(self._kept.values()), *self._on_the_way.values()]
         moments = [group.kept_until for group in kept if group.kept_until > now]
@@ -278,8 +278,8 @@ class WorkerPaces:
     def is_slow(self, name: bytes, usual: float) -> bool:
         """Return whether a worker is slow compared with a median of ``usual`` seconds per token.
 
-        A worker is slow if its fastest group took at least 2 times ``usual`` seconds per token. A long time without an
-        ended group counts as a slowdown (`_Worker.slowdown`).
+        A worker is slow if its fastest group took at least 2 times ``usual`` seconds per token. If the worker has ended
+        no group for a long time, the time of its fastest group is first multiplied by `_Worker.slowdown`.
         """
         worker = self._workers.get(name)
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
@@ -341,7 +341,7 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Return ``slowdown`` times the seconds per token of a worker's fastest group.
+        """Return the seconds per token of a worker's fastest group, multiplied by ``slowdown``.
 
         The result decides whether the worker is slow. ``slowdown`` is above 1 if the worker has not ended a group for a
         long time. If no group of the worker was measured, the fastest worker's median replaces the fastest group.
@@ -374,10 +374,10 @@ class WorkerPaces:
         heappush(self._on_offer, (running.deadline, -best, running.group_id, running.attempt))
 
     def _look_later(self, name: bytes, worker: _Worker) -> None:
-        """Schedule the next check whether a worker has become slow.
+        """Schedule the next check of a worker: has the worker become slow?
 
         The first check is due when the worker has ended no group for twice the duration of its longest group. If the
-        worker still ends no group, the next check is due when this time has doubled.
+        worker still ends no group, the time without an ended group doubles from each check to the next.
         """
         if worker.is_watched or not worker.groups:
             return
@@ -437,7 +437,7 @@ class Heartbeats:
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """Return when the first worker will count as gone if no worker sends a message; None if there is no worker."""
+        """Return the time when the first worker is gone if no worker sends a message; None if there is no worker."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 

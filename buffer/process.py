@@ -353,6 +353,6 @@ def store_config(config: BufferConfig) -> BufferConfig:
     A store server begins empty if its journal belongs to another epoch (name of the run).
     """
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # otherwise the server reads the epoch from its journal
+    if config.durability is Durability.memory:  # with durability=disk, the server reads the epoch from its journal
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

@@ -104,7 +104,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(operations.Cancel(request_id))
             raise
-        if self._client.is_closed:  # `close` was called during the request, and returns the leases to the buffer
+        if self._client.is_closed:  # `close` was called during the request, and gives the leases back to the buffer
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -196,10 +196,10 @@ class WorkerClient:
                 failure = error
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Give a lease back without storing the group. If the lease was revoked, only report its ``num_tokens`` tokens.
+        """Give a lease back without storing the group, and report that the attempt generated ``num_tokens`` tokens.
 
-        Set ``max_failures`` only for an attempt that failed. The buffer drops the group after this number of failures.
-        Returns whether the group was dropped.
+        If the lease was revoked, the call only reports the tokens. Set ``max_failures`` only for an attempt that
+        failed. The buffer drops the group after this number of failures. Returns whether the group was dropped.
         """
         key = lease.prompt.group_id, lease.attempt
         release = commands.Release(
@@ -227,7 +227,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait until the buffer revokes a lease. Return its (group id, attempt number) pair."""
+        """Wait until the buffer revokes a lease. Return the lease's (group id, attempt number) pair."""
         await self._client.connect()
         while not self._revocations:
             if self._client.is_closed:
@@ -249,7 +249,7 @@ class WorkerClient:
         return await self._hand_on.get()
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than version ``after``, and return where to load them.
+        """Wait for weights newer than version ``after``. Return the offer, which says where to load the weights.
 
         The call has no time limit as long as the server answers.
         """
@@ -351,7 +351,7 @@ class LearnerClient:
             some = (group_ids[start:stop] for start, stop in pairwise(sorted(cuts)))
             parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
             groups: list[TrajectoryGroup] = []
-            for part in parts:  # raise an error only here, after all requests have ended
+            for part in parts:  # raise the error of a failed request only now, after all requests have ended
                 if isinstance(part, BaseException):
                     raise part
                 groups += part
@@ -394,8 +394,8 @@ class LearnerClient:
 async def _fetch_from(link: ClientSocket, fetch: operations.Fetch) -> Message:
     """Fetch groups from one server.
 
-    The server refuses a request if this client has too many unread replies. If the client has read another reply since
-    it sent the request, repeat the request once.
+    The server refuses the request if this client has too many unread bytes. If the client has read another reply since
+    it sent the refused request, repeat the request once.
     """
     told = link.num_read
     try:
@@ -555,7 +555,7 @@ class ControlClient:
     async def drop_store(self, store: int) -> int:
         """Report that store server number ``store`` is lost.
 
-        Returns how many of the store's groups are generated again. Groups in planned batches do not count.
+        Returns how many of the store's groups are generated again. The number excludes groups in planned batches.
         """
         return len((await self._client.link.call(commands.DropStore(store))).group_ids)
 
@@ -581,8 +581,8 @@ class ControlClient:
     async def rewind(self, version: int, *, incarnation: int) -> None:
         """Make the buffer go back to the checkpoint of ``version``. A new learner continues from this checkpoint.
 
-        ``incarnation`` counts the learner's returns to a checkpoint, including this one. A repeated number has no
-        effect.
+        ``incarnation`` counts how often the learner has gone back to a checkpoint, including this time. A repeated call
+        has no effect.
         """
         await self._client.link.call(commands.Rewind(version=version, incarnation=incarnation))
 
@@ -595,7 +595,7 @@ class ControlClient:
         await self._client.link.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> operations.Checkpointed:
-        """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete.
+        """Write a checkpoint of the buffer to ``folder``, an absolute path. Wait until the folder is complete.
 
         ``key`` is a random name of the checkpoint. Returns how many groups, saved prefixes and bytes the checkpoint
         has.

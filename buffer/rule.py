@@ -83,7 +83,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """Return how many new groups may begin, by the rule of `admits`, on an engine with ``engine_version``."""
+        """Return how many new groups `admits` allows on engines that serve ``engine_version``."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -112,7 +112,7 @@ class StalenessRule:
         """Return how many running groups the batch of ``version`` (w) must take, so that no group misses its deadline.
 
         A group's deadline is the last learner version that may consume the group. The result has ``max_lag + 1``
-        numbers. The sum of the first k + 1 numbers counts those running groups whose deadline is w + k or earlier.
+        numbers. Number k counts groups with a deadline of at most w + k that are not counted in the numbers before it.
         ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``.
         """
         num_ready = num_missing = 0
@@ -201,7 +201,7 @@ class Room:
         stores, free = self._groups.space.stores, lambda store: self._num_free(store, group)
         emptiest_first = sorted(self._groups.space.open_stores(), key=free, reverse=True)
         if not emptiest_first:
-            raise StoreFull(f"{num_bytes} bytes wait for a store: no store has joined, or all stores are lost")
+            raise StoreFull(f"no store can take {num_bytes} bytes: no store has joined, or all stores are lost")
         fitting = [store for store in emptiest_first if num_bytes <= free(store)]
         if fitting:
             return next((store for store in fitting if host and stores[store].host == host), fitting[0]), ()
@@ -289,12 +289,12 @@ def _fewest_response_tokens_first(summary: GroupSummary, deadline: int) -> float
 
 @ORDERS.register("reward_spread")
 def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> float:
-    """Take groups with a large variance of rewards first. Groups without finite rewards count as variance 0."""
+    """Take groups with a large variance of rewards first. The variance is 0 for a group without finite rewards."""
     return -pvariance(summary.rewards) if summary.is_scored and summary.rewards else 0.0
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Return a dict that maps each of the ``names`` to its filter. Raises `ValueError` for an unknown name."""
+    """Return a dict that maps each name in ``names`` to a filter. Raises `ValueError` for an unknown name."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -323,7 +323,7 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 
 
 class Window:
-    """The deadlines of the groups that a partly filled batch may still take.
+    """Computes which deadlines are still allowed for the next group of a partly filled batch.
 
     A group's deadline is the last learner version that may consume the group. w is the batch's version. The batch must
     take some groups with early deadlines. So the batch may take a group with the deadline w + k only if enough seats

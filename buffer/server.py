@@ -75,7 +75,7 @@ _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Limits each client to ``per_second`` requests per second. A request that names leases counts once per lease."""
+    """Limits each client to ``per_second`` requests per second. A request that names N leases is counted N times."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -85,8 +85,7 @@ class RateLimit:
     def check(self, client: bytes, num_parts: int) -> None:
         """Add ``num_parts`` to the number of requests that a client has sent in the current second.
 
-        A request that names leases counts as one request per lease. Raises `RateExceeded` if the client exceeds the
-        limit.
+        A request that names N leases is counted N times. Raises `RateExceeded` if the client exceeds the limit.
         """
         now = time.monotonic()
         if now - self._since >= 1.0:
@@ -609,7 +608,7 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
     """Build the options from plain values. Raises `ValueError` if an option is unknown or out of range."""
     known = {field.name for field in fields(BufferConfig)}
     if unknown := sorted(set(values) - known):
-        raise ValueError(f"unknown buffer options {unknown}; known are {sorted(known)}")
+        raise ValueError(f"unknown buffer options {unknown}; the known options are {sorted(known)}")
     kinds = {"on_stale": OnStale, "durability": Durability, "stores_on": StoresOn}
     return BufferConfig(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
 

@@ -138,7 +138,7 @@ class BufferService:
         self._replies.fail(request, error)
 
     def settle(self) -> None:
-        """Answer waiting requests that can be answered now, tell workers of revoked leases, and set the timers."""
+        """Answer waiting requests that can be answered now, send `Revoked` messages to workers, and set the timers."""
         ledger, before = self.ledger, None
         try:
             while before != (
@@ -149,7 +149,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                # Lease queued groups with a saved prefix first, because a batch may wait for such a group.
+                # Grant leases on queued groups with a saved prefix first, because a batch may wait for such a group.
                 self._admission.grant_saved()
                 self._batches.make()
                 self._forget_finished()
@@ -329,7 +329,7 @@ class BufferService:
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
         """Reserve bytes for a group, and return the number of the store.
 
-        If the bytes do not fit, and the stores are too small for a batch, fail the requests for batches.
+        If the bytes do not fit, and the stores are too small for a batch, the requests for batches get an error.
         """
         group_id = command.group_id
         try:
@@ -383,7 +383,8 @@ class BufferService:
     def on_release(self, request: Message, release: commands.Release) -> Answer:
         """End the lease (the right to generate a group) of a worker that does not store the group.
 
-        If the buffer has already revoked the lease, only count the attempt's tokens as dropped. No token counts twice.
+        If the buffer has already revoked the lease, only count the attempt's tokens as dropped. No token is counted
+        twice.
         """
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(release)
@@ -440,7 +441,7 @@ class BufferService:
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Make the buffer go back to a checkpoint, because the learner has died and continues from this checkpoint."""
-        # Drop the data of finished groups first. When the buffer goes back, it may queue these groups again.
+        # Drop the data of finished groups now, because the return to the checkpoint may queue these groups again.
         self._forget_finished()
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
@@ -523,7 +524,7 @@ class WorkerRequests:
     def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
         """Answer with the server's settings for clients.
 
-        If ``hello.produces`` is true, the client is registered as a rollout worker. It must then send heartbeats.
+        If ``hello.produces`` is true, register the client as a rollout worker. The client must then send heartbeats.
         """
         if hello.produces:
             self._enter(request.client, hello.host)
@@ -565,7 +566,7 @@ class WorkerRequests:
         return Done()
 
     def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
-        """Extend leases. Send the owner a `Revoked` for each lost lease."""
+        """Extend leases. Send the client a `Revoked` message for each lease that has already ended."""
         for key in self._ledger.apply(renew, self._admission.clock.time(), sender=request.client).lost:
             self._replies.push(request.client, operations.Revoked(*key))
         return Done()

@@ -79,7 +79,7 @@ class LoopClock:
         self._tick()
 
     def time(self) -> float:
-        """Return the current time in seconds, minus the total length of the stalls."""
+        """Return the time of this clock: the loop's time minus the total length of the loop's stalls, in seconds."""
         now = self._time()
         gap = now - self._last_seen
         self._last_seen = now
@@ -285,7 +285,7 @@ class ChunkSender:
         self._pump()
 
     def reset(self) -> None:
-        """Forget all messages when a new connection begins."""
+        """Forget all messages that were not sent or not acknowledged. Call this when a new connection begins."""
         self._queue.clear()
         self._unacknowledged.clear()
         self._num_bytes = 0
@@ -351,7 +351,7 @@ class ChunkReceiver:
         return None
 
     def reset(self) -> None:
-        """Forget all messages when a new connection begins."""
+        """Forget all incomplete messages. Call this method when a new connection begins."""
         self._messages.clear()
         self._num_bytes = 0
 
@@ -544,7 +544,7 @@ def _bytes_received(connection: socket.socket) -> int:
 
 
 class _Refusals(threading.Thread):
-    """Accepts and closes the waiting connections each time the event ``wanted`` is set.
+    """A thread that accepts and closes all waiting connections each time the event ``wanted`` is set.
 
     The thread has its own file table, which holds only the listening socket. So the thread can accept a connection when
     the process cannot open more files.

@@ -43,7 +43,7 @@ class StoreService:
         self._by_group: dict[int, set[Key]] = {}
         self._fetches = FetchReplies(self._replies, self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # the latest ended attempt of each unfinished group
+        self._ended: dict[int, int] = {}  # maps each unfinished group to the number of its latest ended attempt
         self._unwritten_removals: set[int] = set()
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
@@ -140,7 +140,7 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Return whether the store needs an attempt's payload: the attempt has not ended, and is not stored yet."""
+        """Return whether the store needs an attempt's payload. A stored payload, or an ended attempt, gives False."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
@@ -198,7 +198,7 @@ class StoreService:
                     logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
     def on_save_part(self, request: Message, save: operations.SavePart) -> None:
-        """Write the payloads that this store has now, as its files of a checkpoint.
+        """Write the payloads that this store has now to this store's files in a checkpoint.
 
         The server answers when the files are on the disk.
         """

@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the XXH3 digest (16 bytes) of a payload. The digest is the same for every division into frames."""
+    """Return the XXH3 digest (16 bytes) of a payload. The division of the payload into frames does not matter."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -37,7 +37,7 @@ class FrameTable(Generic[Key]):
     Attributes:
         num_bytes: Total size of the frames in bytes.
         memory_bytes: Total size of the frames in memory.
-        disk_bytes: Total size of the frames on this server's disk. Frames on store servers count only in ``num_bytes``.
+        disk_bytes: Total size of the frames on this server's disk. Only ``num_bytes`` includes frames on store servers.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class FrameTable(Generic[Key]):
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
         """Store the frames of a key, and drop the key's earlier frames.
 
-        ``size`` is the number of bytes that count for the key; by default the size of the frames.
+        ``size`` is the number of bytes that ``num_bytes`` includes for the key; by default the size of the frames.
         """
         self.remove(key)
         self._frames[key] = frames, size_of(frames) if size is None else size
@@ -136,8 +136,8 @@ class PayloadStore:
 
     Args:
         max_prompt_bytes: Bound on the prompts of groups that are not stored yet, in bytes.
-        remove_elsewhere: A function that tells the store servers to drop trajectories. `forget` calls this function
-            with its own arguments. None if this server itself holds the trajectories.
+        remove_elsewhere: Function that tells the store servers to drop trajectories. `forget` passes its own arguments
+            to this function. None if this server itself holds the trajectories.
         max_memory_bytes: Bound on trajectories and saved prefixes in memory, in bytes; 0 means no bound. Trajectories
             that exceed the bound stay on disk.
     """
@@ -199,7 +199,8 @@ class PayloadStore:
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
         """Load the prompts, trajectories and saved prefixes of the ledger's unfinished groups.
 
-        ``frames`` holds all frames of a journal. It maps the kind, then the group id, to the frames.
+        ``frames`` holds all frames of a journal: ``frames[kind][group_id]`` are the frames of one prompt, saved prefix
+        or group.
         """
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:

@@ -85,7 +85,7 @@ class HeldRequests:
     Args:
         replies: Sends the answers.
         hold_s: Longest time in seconds that a request waits.
-        late: Function that returns the answer to a request that has waited ``hold_s`` seconds. It may raise an error.
+        late: Function that returns the answer to a request that has waited ``hold_s`` seconds, or raises an error.
     """
 
     def __init__(self, replies: Replies, hold_s: float, late: Callable[[Message], Answer] = nothing_yet) -> None:
@@ -149,7 +149,7 @@ class HeldRequests:
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
         """Call ``answer_to`` with each of the ``requests``, by default with all waiting requests. Send the answers.
 
-        If ``answer_to`` returns None, the request waits further. If ``answer_to`` raises an error, the error is the
+        If ``answer_to`` returns None, the request continues to wait. If ``answer_to`` raises an error, the error is the
         answer.
         """
         for request in self.all() if requests is None else requests:
@@ -248,7 +248,7 @@ class WaitingWorkers(HeldRequests):
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
-        """Let a request wait, and index it by the version of its engine."""
+        """Let a request wait, and index the request by the policy version that the sender's engine serves."""
         super().hold(request)
         self._next_place += 1
         self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
@@ -321,7 +321,7 @@ class PromptIntake:
             self._outcomes = deque(maxlen=_MAX_REMEMBERED)
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Retain the metadata of a finished group for the next answer, if a request has asked for the metadata."""
+        """Retain a finished group's metadata for the next answer to `Enqueue`, if a request set ``wants_outcomes``."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -360,7 +360,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # remove queued prompts only now, because they must stay if the write to the journal fails
+            for _ in chosen:  # remove prompts only after they are queued, because the write to the journal may fail
                 request.body.popleft()
             if request.body:
                 return
@@ -381,7 +381,7 @@ class Admission:
 
     Args:
         clock: Measures the workers' paces and the time since their last messages.
-        settle: Called by a timer at the times when `grant` may find new leases to grant without a new message.
+        settle: Function that a timer calls when `grant` may be able to grant leases although no message arrived.
 
     Attributes:
         clock: The argument ``clock``.
@@ -424,7 +424,7 @@ class Admission:
         return self.heartbeats.describe(self.clock.time(), num_leases)
 
     def answer_again(self, request: Message) -> bool:
-        """Answer a repeated request with the leases granted before. Return whether the request was repeated."""
+        """Answer a repeated request with the leases that it got before. Return False if the request is not repeated."""
         granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
             self._answer(request, granted)
@@ -648,8 +648,8 @@ class Admission:
 class BatchRequests:
     """The controller's requests for batches.
 
-    Plans fail when filters have dropped ``max_filtered_steps`` times B groups in a row, and no batch can be filled. B
-    is the number of groups per learner step.
+    The requests fail when filters have dropped ``max_filtered_steps`` times B groups in a row, and no batch can be
+    filled. B is the number of groups per learner step.
     """
 
     def __init__(self, shared: Collaborators) -> None:
@@ -668,7 +668,7 @@ class BatchRequests:
         self._held.hold(request)
 
     def make(self) -> None:
-        """Make every requested batch that can be made, and answer its request."""
+        """Make every requested batch that can be made, and answer the requests for these batches."""
 
         def answer_to(request: Message) -> Answer | None:
             is_made = self._ledger.apply(request.body).group_ids

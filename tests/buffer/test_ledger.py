@@ -138,7 +138,7 @@ def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     of.enact(commands.LeaseGroups(engine_version=0, max_groups=1), commands.Granted(leases=(old,)))
     of.put(summary_of(old))
     of.plan(5)
-    with pytest.raises(StalenessError, match="its lag is 5, max_lag is 1"):
+    with pytest.raises(StalenessError, match="the lag is 5, max_lag is 1"):
         of.commit(5)
     assert of.stats().tokens_trained == 0
 

@@ -24,7 +24,7 @@ def test_every_option_reaches_the_server_unchanged():
         heartbeat_s=2.5,
     )
     assert config_from_json(json.loads(json.dumps(asdict(config)))) == config
-    with pytest.raises(ValueError, match=r"unknown buffer options \['max_lagg'\]; known are"):
+    with pytest.raises(ValueError, match=r"unknown buffer options \['max_lagg'\]; the known options are"):
         config_from_json({"max_lagg": 1})
 
 
