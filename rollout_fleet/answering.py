@@ -56,7 +56,7 @@ class AnsweringParts:
         episode_context: int = 0,
         sample_dir: str = "",
     ) -> Self:
-        """Make the inference engine of a policy and its helpers, without starting them.
+        """Make a policy's inference engine and the engine's helpers, without starting them.
 
         Args:
             config: Options of the engine, the rewards and the environments.
@@ -102,7 +102,7 @@ class AnsweringParts:
 
         If one of them raises an error, all others are still stopped before the error is raised.
         """
-        async with AsyncExitStack() as stack:  # the stack calls the functions below in reverse order
+        async with AsyncExitStack() as stack:  # when the block ends, the last function is called first
             if self.player is not None:
                 stack.push_async_callback(self.player.close)
             if self.judge is not None:
@@ -115,8 +115,8 @@ def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) ->
     if resolve_device(config) is not EngineDevice.cpu:
         raise ValueError(
             f"rollout_fleet.judge_model must be empty if the engines run on GPUs, got {config.judge_model!r}: the "
-            "engines use the memory of the GPUs; serve the model elsewhere (python -m sglang.launch_server), and set "
-            "reward_options.judge.url"
+            "engines use the memory of the GPUs; serve the judge model elsewhere (python -m sglang.launch_server), "
+            "and set reward_options.judge.url"
         )
     own = replace(config, engine=EngineKind.sglang, sglang=SGLangConfig(tokenizer=True))
     check_engine_installed(own)

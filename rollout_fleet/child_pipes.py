@@ -43,7 +43,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # Close the pipes in forked processes, because the parent detects the end of this process by the closed pipes.
+    # Close the pipes in forks of this process. Otherwise the parent would not notice that this process has ended.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
@@ -81,7 +81,7 @@ def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
 class ChildFolder:
     """A folder for a child's temporary files. The name of the folder ends with ``mark``.
 
-    This process holds a lock on the folder until it calls `remove`. If this process is killed, the lock is released.
+    This process holds a lock on the folder until `remove` is called. If this process is killed, the lock is released.
     Then `clear_up_unlocked` in another process removes the folder.
     """
 
@@ -103,7 +103,7 @@ class ChildFolder:
 
     @staticmethod
     def clear_up_unlocked() -> None:
-        """Kill the programs of children whose owners were killed, and remove the folders of these children."""
+        """Remove the folders of children whose parents were killed. First kill the programs of these children."""
         for folder in Path(tempfile.gettempdir()).glob(_FOLDER + "*"):
             with suppress(OSError):
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

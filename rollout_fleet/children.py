@@ -51,7 +51,7 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        await asyncio.to_thread(ChildFolder.clear_up_unlocked)  # removing large folders takes seconds
+        await asyncio.to_thread(ChildFolder.clear_up_unlocked)  # in a thread: removing large folders takes seconds
         mark = uuid.uuid4().hex
         folder = ChildFolder(mark)
         try:
@@ -100,9 +100,10 @@ class ChildProcess:
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Wait up to a second for the child to exit, and return its exit status, which is negative after a signal.
+        """Wait up to a second for the child to exit, and return the child's exit status.
 
-        Call this when the child's pipe has closed. A child that does not exit within the second is killed.
+        The status is negative if a signal ended the child. Call this method when the child's pipe has closed. A child
+        that does not exit within the second is killed.
         """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 1.0)
@@ -140,7 +141,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Return the error ``message``. Add a hint if the child process possibly failed because it lacks a secret.
+    """Return ``message``, the error of a child process, with a hint if ``message`` names a secret.
 
     The hint is added if ``message`` contains the name of a secret environment variable that children do not get. The
     hint names the option that passes the variable. ``who`` names the kind of processes. Example: ``"environments"``.

@@ -38,7 +38,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """Says when a worker saves the tokens of unfinished prompt groups. Another worker can continue a saved group."""
+    """When a worker saves the tokens of unfinished prompt groups, so that another worker can continue the groups."""
 
     never = "never"
     at_stop = "at_stop"
@@ -46,16 +46,16 @@ class SaveProgress(StrEnum):
 
 
 class OnUpdate(StrEnum):
-    """Says whether the KV cache of unfinished samples is computed again at a weight update, or stays in memory."""
+    """What happens to the KV cache of unfinished samples at a weight update: computed again, or kept unchanged."""
 
     recompute = "recompute"
     keep = "keep"
 
 
 class OnRewardFailure(StrEnum):
-    """What happens if a reward function fails on a response of a prompt group.
+    """What happens if a reward function fails on one response of a prompt group.
 
-    ``retry_group``: the group is generated again. ``drop_trajectory``: only the response is dropped.
+    ``retry_group``: the whole group is generated again. ``drop_trajectory``: only this response is dropped.
     """
 
     retry_group = "retry_group"
@@ -128,7 +128,7 @@ class SGLangConfig:
 
     Attributes:
         dtype: Dtype of weights and activations. ``auto`` is bfloat16 on CUDA and float32 on a CPU. float32 on CUDA is
-            refused, because SGLang's attention kernels support only half types.
+            refused, because SGLang's attention kernels support only 16-bit types.
         tp_size: Tensor-parallel ranks of one server.
         max_total_tokens: KV cache size in tokens. 0: SGLang's choice on a GPU, 32768 on a CPU.
         tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
@@ -168,7 +168,7 @@ class SGLangConfig:
         if on_cuda and self.dtype in FLOAT32_NAMES:
             raise ValueError(
                 f"rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got "
-                f"{self.dtype}: SGLang's attention kernels support half types only; use auto, which is bfloat16 on CUDA"
+                f"{self.dtype}: SGLang's attention kernels support only 16-bit types; use auto (bfloat16 on CUDA)"
             )
         if self.dtype == "auto":
             return "bfloat16" if on_cuda else "float32"
@@ -368,18 +368,18 @@ class RolloutFleetConfig:
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """Time limit to kill an inference server and to clean up after it, in seconds."""
+        """Largest number of seconds to kill an inference server and to clean up after this server."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """Time limit to stop a rollout worker, including its server, in seconds."""
+        """Largest number of seconds to stop a rollout worker with its inference server."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """Return the time limit for a worker to load new weights of ``num_bytes`` bytes, in seconds.
+        """Return how many seconds a worker may take to load new weights of ``num_bytes`` bytes.
 
-        The limit includes the copy of the weights to the worker's machine, and the wait for running samples.
+        This includes the time to copy the weights to the worker's machine, and to wait for running samples.
         """
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
@@ -411,7 +411,7 @@ class RolloutFleetConfig:
             where = f"rollout_fleet.sampling_by_source.{source}"
             if wrong := sorted(own.keys() - _BY_SOURCE):
                 raise ValueError(
-                    f"{where} must have options of {sorted(_BY_SOURCE)} only, got {wrong}: the learner computes all "
+                    f"{where} may set only the options {sorted(_BY_SOURCE)}, got {wrong}: the learner computes all "
                     "log-probs under one temperature; set all other options in rollout_fleet.sampling"
                 )
             if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
@@ -444,7 +444,7 @@ class RolloutFleetConfig:
             if len(set(names)) < len(names):
                 raise ValueError(f"rollout_fleet.{where} must have different names, got {names}; rename a function")
             if not entries and where != "rewards":
-                raise ValueError(f"rollout_fleet.{where} must name a reward, got none; leave the source out")
+                raise ValueError(f"rollout_fleet.{where} must name a reward, got none; remove this data source")
         labels = [reward_label(name) for name in self.reward_names]
         if len(set(labels)) < len(labels):
             raise ValueError(

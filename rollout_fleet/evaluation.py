@@ -1,4 +1,4 @@
-"""Answers held-out prompts (only for evaluation) on one engine, and scores the answers."""
+"""Generates answers to held-out prompts (prompts only for evaluation) on one engine, and scores these answers."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class _Answer:
 
 
 class HeldOutAnswers:
-    """Answers held-out prompts on one engine, with sampled and greedy answers, and scores the answers.
+    """Generates sampled and greedy answers to held-out prompts on one engine, and scores these answers.
 
-    ``sampling`` returns the sampling options for the prompts of a data source. ``parts.samples`` saves all answers;
-    None saves no answers.
+    ``sampling`` is a function that returns the sampling options for a data source. If ``parts.samples`` is not None, it
+    saves all answers to files.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:

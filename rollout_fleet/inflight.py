@@ -321,9 +321,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """Limits how many prompt groups are on one engine at the same time, between ``lowest`` and ``highest``.
 
-    The limit adapts to the load that the engine reports. First it doubles (slow start, as in TCP). After it has shrunk
-    once, it grows by one (additive increase, multiplicative decrease; Chiu and Jain, 1989). It shrinks while samples
-    wait inside the engine, or while the KV cache is nearly full.
+    The limit adapts to the load that the engine reports. The limit doubles until it shrinks for the first time (slow
+    start, as in TCP). From then on it grows by one (additive increase, multiplicative decrease; Chiu and Jain, 1989).
+    The limit shrinks while samples wait inside the engine, or while the KV cache is nearly full.
 
     Attributes:
         value: The current limit.
@@ -398,14 +398,14 @@ class InflightGroups:
         self.note_places()
 
     def in_phase(self, *phases: GroupPhase) -> list[InflightGroup]:
-        """Return the groups in one of ``phases``; by default, the groups that may have requests on the engine."""
+        """Return the groups whose phase is in ``phases``; by default, groups that may have requests on the engine."""
         return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
 
     @property
     def num_on_engine(self) -> int:
-        """Number of groups that count for the limit: groups on the engine, and groups paused for a weight update.
+        """Number of groups on the engine, including groups that are paused for a weight update.
 
-        Groups with environments count by their unfinished turns: ``samples_per_group`` turns count as one group.
+        For groups with environments, the unfinished turns are counted: ``samples_per_group`` turns make one group.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -416,7 +416,7 @@ class InflightGroups:
         """Number of further groups that this worker may lease now.
 
         Two limits apply: the limit of groups on the engine, and the limit of all groups of the worker (``most_held``).
-        Groups that are being scored, or whose tools run, count only for the second limit.
+        Only the second limit includes groups that are being scored, or that wait for tools.
         """
         most = self._most_held or 2 * self._limit.value
         return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))
@@ -431,7 +431,7 @@ class InflightGroups:
         self._meter.running(sum(not group.is_playing or bool(group.outstanding) for group in self.in_phase()))
         self.note_places()
 
-    # The methods below write to the run's profile.
+    # The methods below record the state of the groups in the run's profile.
 
     def note_capacity(self) -> None:
         """Record in the run's profile how many samples may be on the engine now."""

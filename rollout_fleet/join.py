@@ -23,7 +23,7 @@ _PROBE_S = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command ``asyncrl join``: add engines to a running run, and wait until they serve or have failed.
+    """Run the command ``asyncrl join``: add engines to a running run, and wait until each of them serves or has failed.
 
     Returns the exit status of the command.
     """
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(arguments: Sequence[str] | None = None) -> int:
-    """Run the command ``asyncrl leave``: remove one engine from a running run, and wait until it has ended.
+    """Run the command ``asyncrl leave``: remove one engine from a running run, and wait for the end of this engine.
 
     Without the number of an engine, the command lists the engines. Returns the exit status of the command.
     """
@@ -61,11 +61,11 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     expected = f"--run {run} must be the folder of a run, or the address of its Ray cluster (auto, or host:port)"
     if found["address"] != "auto" and not _is_served(found["address"]):
-        raise ValueError(f"{expected}; no process listens there")  # else `ray.init` would retry for minutes
+        raise ValueError(f"{expected}; no process listens there")  # otherwise `ray.init` would retry for minutes
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
-            os.environ[variable] = found[key]  # Ray reads these variables when it is imported
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # Ray retries 5 times if the cluster refuses the token
+            os.environ[variable] = found[key]  # set these variables before `import ray`, which reads them
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # if the cluster refuses the token, give up after 5 retries
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -83,13 +83,13 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
         while not ray.wait([asked], timeout=max(0.0, min(_PROBE_S, end_s - time.monotonic())))[0]:
             if time.monotonic() > end_s:
                 break
-            # without this check, Ray would end this process a minute after the end of the run
+            # If the run has ended, raise an error here. Otherwise Ray would end this process after a minute.
             if not _is_served(ray.get_runtime_context().gcs_address):
                 raise ValueError(f"run {run} ended before it answered")
         return ray.get(asked, timeout=0)
     except GetTimeoutError:
         raise DeadlineError(
-            f"the run did not finish the request within --timeout-s={timeout_s:g} s and continues with it; "
+            f"the run did not finish the request within --timeout-s={timeout_s:g} s, and still works on it; "
             f"'asyncrl leave --run {run}' lists the engines"
         ) from None
     except RayError as error:

@@ -11,8 +11,8 @@ condition ``_changed``.
   buffer ends the second wait. The loop cancels a request for leases that still waits if the engine loads a new version
   or has less room, if the device is released, or if the worker must leave.
 - `_send` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
-- `_settle` (one task per group) waits until earlier groups have settled, then for the reward, then for the buffer. The
-  end of each of the three wakes the task.
+- `_settle` (one task per group) first lets tasks run that send requests to the engine. Then it waits for the reward,
+  then for the buffer. The reward and the buffer wake it.
 - `load_next` waits for weights. The buffer's offer of a version wakes it.
 - `_obey` waits for a revoked lease, or for a request to hand groups to another worker. The buffer wakes it.
 - `_keep_fitting` and `_keep_renewing` wait for their timers.
@@ -126,7 +126,7 @@ class RolloutLoop:
         self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
         self._state = LoopState.idle
         self._failure: Exception | None = None
-        self._has_loaded = False  # stays true after the first load
+        self._has_loaded = False  # becomes true at the first load of weights, and stays true
         self._has_weights = False
         self._is_released = False
         self._is_leaving = False
@@ -153,7 +153,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # A stop cancels `pump_tasks`, but must wait for a running weight load. So `load_next` is not in `pump_tasks`.
+        # Keep `load_next` out of `pump_tasks`: a stop cancels `pump_tasks`, but waits for a running weight load.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -194,7 +194,7 @@ class RolloutLoop:
         """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
         If ``after`` is -1, any version is new enough. After the load, the method tells the replay buffer which version
-        the engine serves. With ``keeps_on``, it continues with each newer version until `run` of this loop ends.
+        the engine serves. With ``keeps_on``, the method also loads each later version until `run` ends.
 
         Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """
@@ -213,7 +213,7 @@ class RolloutLoop:
             offer = await self._buffer.next_offer(self._engine.version)
 
     async def _next_after(self, offer: WeightOffer, gone: WeightsGone) -> WeightOffer:
-        """Return the offer that replaces ``offer``, whose weights were removed.
+        """Wait for a new offer and return it, because the weights of ``offer`` were removed.
 
         Raises ``gone`` if the buffer still offers the removed weights after ``load_timeout_s``. If the learner has
         restarted, this method waits for the learner's next offer without a deadline.
@@ -363,14 +363,14 @@ class RolloutLoop:
     async def _keep_leasing(self) -> None:
         """Keep one request for leases (rights to generate groups) open while the engine has room for a group.
 
-        If the policy version changes or the limit on groups shrinks, cancel the request and send a new request.
+        If the policy version changes, or fewer groups fit on the engine, cancel the request and send a new request.
         """
         while True:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # new turns may have filled the engine during the pause
+            if not self._may_lease or num_asked == 0:  # new turns may have filled the engine during the sleep
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -555,7 +555,7 @@ class RolloutLoop:
                 group.refuse(left, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # also end groups without a running request, because `_take` does not end them
+            for group in groups:  # `_take` ends only groups with a running request, so end the other groups here
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -566,7 +566,7 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # the group may need less room now, so `_notify` wakes `_keep_leasing`
+        if group.is_playing:  # wake `_keep_leasing` with `_notify`, because the group may need less room now
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
                 # the engine aborted the turn without a request from this loop, so request the turn again
                 pause_s = 0.0 if len(output.token_ids) else ASK_AGAIN_S
@@ -596,7 +596,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # let the tasks that send the next requests to the engine run first
+        async with self._settling_turns:  # let tasks that send requests to the engine run before this group is scored
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -619,7 +619,7 @@ class RolloutLoop:
             group.phase = GroupPhase.ending
 
     async def _park(self, timeout_s: float) -> bool:
-        """Abort running groups. They continue after the next weight load. Returns whether all were aborted in time."""
+        """Abort running groups until the next weight load. Return whether all groups were aborted in time."""
         for group in self._groups.in_phase(GroupPhase.generating):
             group.phase = GroupPhase.cutting
             if group.runs and not group.outstanding:
@@ -632,16 +632,16 @@ class RolloutLoop:
             logger.warning("%d prompt groups were not aborted within %g s; they continue", len(uncut), timeout_s)
         for group in uncut:
             group.phase = GroupPhase.generating
-        if uncut:  # send requests for the turns that were aborted or requested during the wait
+        if uncut:  # request the turns of these groups that were aborted above, or that environments requested meanwhile
             self._spawn(self._generate, uncut)
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:
         """Abort the requests of all groups in ``phase`` until no group is in this phase.
 
-        The abort is repeated, because an engine ignores an abort that arrives before its request.
+        The abort is repeated, because an engine ignores the abort of a request that has not arrived yet.
         """
-        await asyncio.sleep(0)  # let requests that are being sent reach the engine first
+        await asyncio.sleep(0)  # let tasks that are sending requests run before the abort
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):

@@ -99,7 +99,7 @@ class Member:
         return self.state in ENDED
 
     def accepts(self, epoch: int) -> bool:
-        """Return whether a report with this ``epoch`` still has an effect.
+        """Return whether a report that names this ``epoch`` still has an effect.
 
         The epoch is the number of faults when the reported work began. Reports have no effect after a later fault, or
         after the end of the member.
@@ -129,7 +129,7 @@ class Member:
             self._enter(MemberState.ready)
 
     def drained(self) -> None:
-        """Record that a leaving member has given back its prompt groups, or is killed instead. State: ``left``."""
+        """Record that a leaving member has given back its prompt groups, or did not do so in time. State: ``left``."""
         if self._is_leaving and not self.has_ended:
             self._enter(MemberState.left)
 

@@ -28,9 +28,10 @@ class EpisodeCount(StrEnum):
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # counts processes that were killed: blocked event loop, or too much memory
+    processes_killed = "processes_killed"  # counts processes killed for a blocked event loop or too much memory
     processes_ended = "processes_ended"  # counts processes that were replaced because they had ended or were killed
-    processes_retired = "processes_retired"  # counts processes replaced for too many threads or tasks of ended episodes
+    # counts processes that were replaced because ended episodes had left too many threads or tasks
+    processes_retired = "processes_retired"
     leftovers = "leftovers"  # counts programs and tasks that still ran after their episodes had ended
 
 
@@ -79,7 +80,7 @@ class FleetCounters:
 
 
 class FleetMeter:
-    """Keeps the counters of one rollout worker. Counts its time as busy, as waiting for leases, or as neither."""
+    """Keeps the counters of one rollout worker, including its busy time and its time of waiting for leases."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -89,17 +90,17 @@ class FleetMeter:
         self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
-        """Record that ``num_groups`` groups are on the engine from now on. Time with groups counts as busy."""
+        """Record that ``num_groups`` groups are on the engine from now on. If there are any, the worker is busy."""
         self._pass_time()
         self._running = num_groups
 
     def asking(self, asking: bool) -> None:
-        """Record whether the worker waits for leases from now on. If so, time without groups counts as waiting."""
+        """Record whether the worker waits for leases from now on. Time with groups counts as busy, not as waiting."""
         self._pass_time()
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Record a weight load that paused generation for ``seconds``. This time does not count as busy."""
+        """Record a weight load that paused generation for ``seconds``. This time is not counted as busy."""
         self._pass_time()
         self.add(load_s=(seconds,))
         if self._running:
@@ -125,7 +126,7 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record a member's states and its number of faults in the run's profile, from now on.
+    """Record each state of a member, and its number of faults, in the run's profile.
 
     ``lane`` is the row of the profile that shows the states. This function replaces ``member.on_enter``.
     """

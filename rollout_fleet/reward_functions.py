@@ -142,7 +142,7 @@ class MathVerify:
 
     Args:
         timeout_s: Limit in seconds to parse an expression, and to compare two expressions. If the comparison takes
-            longer, the expressions count as different.
+            longer, the expressions are treated as different.
     """
 
     def __init__(self, *, timeout_s: int = 5) -> None:

@@ -200,7 +200,7 @@ class BoundReward:
         except TypeError:
             found = _parameters(function)
             raise ValueError(
-                f"{where} must take a prompt and a response, got the parameters {found}; add them"
+                f"{where} must take a prompt and a response, got the parameters {found}; correct them"
             ) from None
         except ValueError:  # some functions written in C have no signature
             return

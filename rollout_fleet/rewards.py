@@ -64,7 +64,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        # Has the idle scoring processes, and None in place of a failed process. A call that gets None starts a process.
+        # Has the idle scoring processes. None replaces a failed process: a call that gets None starts a new process.
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
@@ -107,7 +107,7 @@ class RewardProcesses:
             await self._kill(process)
 
     async def _score_in_process(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool) -> list[Answer]:
-        """Score rollouts in a process. With ``may_fail``, a new process continues after the rollout that failed."""
+        """Score rollouts in a process. With ``may_fail``, a new process scores the rollouts after one that failed."""
         answers: list[Answer] = []
         while len(answers) < len(rollouts) and (may_fail or not answers):
             process = await self._free.get()
@@ -126,7 +126,7 @@ class RewardProcesses:
                 if isinstance(error, TimeoutError):
                     answers.append(
                         "did not score it within rollout_fleet.reward_timeout_s = "
-                        f"{self._config.reward_timeout_s:g} s; make it faster or raise the option"
+                        f"{self._config.reward_timeout_s:g} s; make the reward faster, or raise the option"
                     )
                 elif isinstance(error, (asyncio.IncompleteReadError, ConnectionError)):
                     answers.append("ended its process; it must not exit or crash")
@@ -291,7 +291,7 @@ def main() -> None:
 
 
 def _complete(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits. No event loop is used, because a user's function may start its own loop."""
+    """Run a coroutine that never waits, without an event loop, because a user's function may start its own loop."""
     try:
         work.send(None)
     except StopIteration:

@@ -369,8 +369,7 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # Closing standard input fails if the process ended early.
-        # Await the close here. Otherwise Python < 3.11.4 would log the failure.
+        # Closing standard input fails if the process ended early. Await the close, or Python < 3.11.4 logs this error.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -383,7 +382,7 @@ class _Output:
 
 
 async def _kill(kind: SandboxKind, process: Process) -> None:
-    """Kill a sandbox. Without namespaces, the sandbox's first process kills the sandbox's other processes."""
+    """Kill all processes of a sandbox. Without namespaces, the sandbox's first process kills the other processes."""
     with suppress(ProcessLookupError):
         if kind is SandboxKind.limits:
             process.terminate()
@@ -425,7 +424,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
         return 2 if kind is SandboxKind.namespaces else 1
-    count = 2  # the kernel also counts the sandbox's first process, and the thread of asyncrl that waits for it
+    count = 2  # the sandbox's first process, and the thread of asyncrl that waits for the end of this process
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             count += len(os.listdir(entry / "task")) if entry.stat().st_uid == os.geteuid() else 0

@@ -37,7 +37,7 @@ CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
 # The filter refuses the system calls with these ids. Most concern sockets, messages, mounts, namespaces or keys.
-# Some refused system calls access memory of other processes, or allocate memory that no limit counts.
+# Some refused system calls access memory of other processes, or allocate memory that no limit includes.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "setsockopt": 54, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155,
@@ -138,7 +138,7 @@ def refuse_system_calls() -> None:
     """Install a seccomp filter: the kernel then refuses some system calls of this process and its children.
 
     The filter refuses calls that make sockets, namespaces or mounts. It also refuses calls such as ``memfd_create``,
-    because the memory limit does not count the memory that they allocate.
+    because the memory limit does not include the memory that they allocate.
     """
     machine = platform.machine()
 
@@ -155,7 +155,7 @@ def refuse_system_calls() -> None:
         step(load, 0, 0, 0),
         step(at_least, 0, 1, 0x40000000),  # refuses system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; ENOSYS makes the C library call clone
+        step(equal, 0, 1, _CLONE3),  # clone3's flags cannot be checked; after ENOSYS, the C library calls clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         # socketpair: allow only streams, because a datagram socket can send to any other socket
@@ -232,7 +232,7 @@ class Program:
         given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
-        # The seals make standard input read-only, because it is in memory and no limit would count written data.
+        # Seal standard input. Otherwise the program could write to it, and so use memory outside the limits.
         fcntl.fcntl(given, _ADD_SEALS, _ALL_SEALS)
         os.dup2(given, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
@@ -321,7 +321,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            # Do not count bytes, because the scratch file system itself is limited to ``disk_bytes``.
+            # Report 0 bytes, because the size of the scratch file system is already limited to ``disk_bytes``.
             return 0, use.f_files - use.f_ffree
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
@@ -334,7 +334,7 @@ class Program:
         return num_bytes, num_files
 
     def _kill_others(self) -> None:
-        """Kill all descendants. This process is their subreaper, so daemons are included."""
+        """Kill all descendants. Daemons are included, because this process becomes their parent (subreaper)."""
         while pids := self._others():
             for pid in pids:
                 try:
@@ -347,7 +347,7 @@ class Program:
 def _run_inside(job: dict[str, Any], report_fd: int, *, is_alone: bool) -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program must not read this process through /proc
+    _call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)  # the program must not be able to read this process through /proc
     report = Program(job, is_alone=is_alone).run()
     os.write(report_fd, json.dumps(report).encode())
 

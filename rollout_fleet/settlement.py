@@ -37,7 +37,7 @@ class Settlement:
     """Stores the finished groups of one rollout worker in the buffer, and gives its unfinished groups back.
 
         finished ────▶ score ──▶ put             if the reward succeeds
-                         └────▶ failed           if the reward fails
+                         └────▶ failed           if the reward or an environment fails
         unfinished ──▶ save ──▶ release          if this worker stops, or another worker takes the group over
                          └────▶ failed           if the engine fails, or aborts the group unasked
         revoked ─────▶ release                   if the buffer has revoked the lease
@@ -94,9 +94,9 @@ class Settlement:
     async def save(self, group: InflightGroup) -> None:
         """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
 
-        If the buffer refuses the tokens, a warning is logged. Nothing is saved if the group has fewer tokens than an
-        earlier attempt saved, which happens if an episode differs from its recorded turns. A save would then count the
-        missing tokens as dropped, and `release` would count them again (``num_tokens``).
+        If the buffer refuses the tokens, a warning is logged. Nothing is saved if an earlier attempt saved more tokens.
+        This happens if an episode differs from its recorded turns. A save would then count the missing tokens as
+        dropped, and `release` would count them again (``num_tokens``).
         """
         progress = group.progress()
         if progress is None or progress.summary.num_tokens < group.num_inherited:
@@ -108,9 +108,9 @@ class Settlement:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
-        """Save and release all groups that the worker still has when it ends, within ``stop_timeout_s``.
+        """Save and release all groups that an ending worker still has, within ``stop_timeout_s``.
 
-        This includes finished groups. Groups with revoked leases are released without being saved. A group that is not
+        Finished groups are included. Groups with revoked leases are released without being saved. A group that is not
         released in time returns to the buffer when its lease expires.
         """
         if self._config.save_progress is not SaveProgress.never:
@@ -175,7 +175,7 @@ class Settlement:
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
                 survivors.append(index)
-        # the greedy baseline is needed, because the rewards of the other episodes are compared with its reward
+        # A group needs its greedy baseline, because the rewards of the other episodes are compared with its reward.
         needed = {*range(len(group.trained), len(group.episodes))}
         fewest = min(FEWEST_SAMPLES, len(group.runs))
         if last is not None and (len(survivors) < fewest or not needed.issubset(survivors)):
@@ -224,7 +224,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Record in the run's receipts (log lines for ``asyncrl audit``) which versions sampled ``tokens``.
+        """Record in the run's receipts (log lines for ``asyncrl audit``) which policy versions sampled ``tokens``.
 
         Call this before the buffer gets the tokens.
         """

@@ -106,7 +106,7 @@ class RolloutWorker(Worker):
         await self._parts.start()
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # garbage collections then skip all objects loaded so far, and stay short
+        gc.freeze()  # exclude all objects loaded so far from garbage collections, so that they stay short
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -146,7 +146,7 @@ class RolloutWorker(Worker):
             self._down = record.span(record.SpanKind.down, cause=type(error).__name__)
             if self._buffer is not None:
                 try:
-                    await self._buffer.fenced()  # tell the buffer not to wait until this engine loads weights
+                    await self._buffer.fenced()  # tell the buffer to stop waiting for this engine's weight load
                 except Exception as report:  # noqa: BLE001 - if the buffer is dead, another part of the run notices it
                     logger.warning("the buffer was not told that %s has failed: %s", self._name, report)
             if self._loop is not None:
@@ -158,8 +158,8 @@ class RolloutWorker(Worker):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
-        Running calls of `answer` end with an `EngineError`. Nobody needs their answers: the evaluation has already
-        ended after a signal to the run, or after the death of a learner rank.
+        Running calls of `answer` end with an `EngineError`. A call still runs only if the run got a signal or a
+        learner rank died. In both cases the evaluation has already ended, and its answers are not needed.
 
         If a new learner has replaced a dead learner, ``incarnation`` is the number of restarts of the learner. Then
         weights of earlier learners are refused (`RolloutLoop.release_device`).

@@ -28,7 +28,7 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # the probe of a silent engine may take this fraction of `silence_timeout_s`
+PROBE_SHARE = 0.25  # the probe of a silent engine may last for this fraction of `silence_timeout_s`
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # an HTTP stream must end within this number of seconds after its last sample
 TAIL_TOKENS = 8
@@ -133,8 +133,8 @@ class RunningSample:
     Attributes:
         version: Policy version that the engine served when the request arrived.
         num_tokens: Number of tokens sampled so far.
-        is_aborted: Whether the request was aborted; its sample ends with the next token. The generating thread reads
-            this field.
+        is_aborted: Whether the request was aborted. The sample then ends with the next token. The generating thread
+            reads this field.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -144,7 +144,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens sampled so far whose policy version is already known, as an unfinished sample.
+        """Return an unfinished sample with those tokens sampled so far whose policy version is already known.
 
         If the engine fails, all other tokens of the sample are lost. This base class returns no tokens.
         """
@@ -358,7 +358,7 @@ class Engine(ABC):
     def num_written(self, request_ids: Collection[str]) -> int:
         """Return the total number of tokens sampled so far for the running requests with these ids.
 
-        Ids that belong to no running request count 0.
+        Other ids are ignored.
         """
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
@@ -606,8 +606,8 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
     if not np.array_equal(is_placeholder, is_image) or is_placeholder[-1]:
         odd = np.flatnonzero(is_placeholder != is_image)
         raise RequestRefused(
-            f"request {request.id}: the image placeholders in its prompt (token {image_token_id}) must belong to its "
-            f"{len(request.images)} images and must not end the prompt, got placeholders and images that differ at "
+            f"request {request.id}: each image placeholder (token {image_token_id}) in the prompt must belong to one "
+            f"of the {len(request.images)} images, and must not end the prompt; placeholders and images differ at "
             f"positions {odd.tolist()[:8]}. A turn in which the policy sampled a placeholder cannot be continued"
         )
 
@@ -693,7 +693,7 @@ class SilenceWatch:
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Count ``num_requests`` requests as running inside the ``with`` block.
+        """Record that ``num_requests`` requests run inside the ``with`` block.
 
         While requests are running, `wait` raises an error if the engine produces no token for too long.
         """
@@ -705,10 +705,10 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Do not count silence (no new tokens) as an error inside the ``with`` block, which pauses generation.
+        """Do not treat silence (no new tokens) as an error inside the ``with`` block, which pauses generation.
 
         Yields a function. The block must call the function when generation has stopped. The run's profile shows the
-        pause from this moment to the end of the block. ``recomputes`` says whether the engine computes the KV cache of
+        pause from this call to the end of the block. ``recomputes`` says whether the engine computes the KV cache of
         running samples again after the pause.
         """
         pause = record.NO_SPAN

@@ -67,8 +67,8 @@ def adopt_orphans() -> None:
 class Guard:
     """Runs a server in its own process group.
 
-    When the server's main process ends, the guard kills the other processes of the process group, and removes their
-    files of shared memory.
+    When the server's main process ends, the guard kills the other processes of the process group. It also removes the
+    shared-memory files of all these processes.
     """
 
     def __init__(self, command: list[str]) -> None:

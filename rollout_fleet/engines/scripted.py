@@ -115,7 +115,7 @@ class ScriptedEngine(Engine):
         return time.perf_counter() - started
 
     async def read_load(self) -> EngineLoad:
-        """Return the number of running requests, up to ``num_slots``. Further running requests count as waiting."""
+        """Report at most ``num_slots`` of the running requests as running, and the other requests as waiting."""
         num_running = min(len(self._running), self.num_slots or len(self._running))
         return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 
@@ -129,7 +129,7 @@ class ScriptedEngine(Engine):
 
     def _begin(self, samples: Sequence[_ScriptedSample], answers: Answers) -> list[asyncio.Task[None]]:
         if self.released:
-            raise EngineError("requests came while the memory was released")
+            raise EngineError("requests arrived while the memory was released")
         self.requests += [sample.request for sample in samples]
         self.running_at_once = max(self.running_at_once, len(self._running))
         return [asyncio.create_task(self._answer(sample, answers)) for sample in samples]
@@ -161,7 +161,7 @@ class ScriptedEngine(Engine):
         return response
 
     async def _write(self, sample: _ScriptedSample) -> SampleOutput:
-        """Write the sample token by token. If a token is late, later tokens keep their planned times."""
+        """Write the sample token by token. A late token does not delay the later tokens."""
         answer, loop = sample.answer, asyncio.get_running_loop()
         due = loop.time()
         for _ in answer.response:

@@ -1,4 +1,4 @@
-"""Functions that an SGLang server calls: for faster starts, cheaper pauses and weight updates, and verified weights."""
+"""Functions that an SGLang server calls. They make starts, pauses and weight updates cheaper, and verify weights."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def register() -> None:
     HookRegistry.register(PAUSED, rest_while_paused, HookType.AFTER)
     HookRegistry.register(RETRACTED, skip_known_logprobs, HookType.AFTER)
     if os.environ.get(IMAGES_VARIABLE):
-        importlib.import_module("sgl_kernel")  # the import defines operators that SGLang's code for images looks up
+        importlib.import_module("sgl_kernel")  # the import defines operators that SGLang needs to read images
         HookRegistry.register(IMAGES_READ, take_pixels, HookType.BEFORE)
 
 
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
     """Let SGLang fork its scheduler and detokenizer on a CPU, if this process has only one thread.
 
-    Without a fork, SGLang spawns the two processes, and their imports take half of the server's start time.
+    Otherwise SGLang spawns the two processes. Their imports then take half of the server's start time.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
@@ -109,8 +109,8 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
 def skip_known_logprobs(_result: None, request: Any) -> None:
     """Keep SGLang from computing log-probs again for tokens that a paused request has already sampled.
 
-    Requests for prompt log-probs do not change. Without this function, SGLang would compute the logits of all sampled
-    tokens again: 19 GB for 32,000 tokens and a vocabulary of 152,000.
+    This does not affect requests for prompt log-probs. Without this function, SGLang would compute the logits of all
+    sampled tokens again: 19 GB for 32,000 tokens and a vocabulary of 152,000.
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)

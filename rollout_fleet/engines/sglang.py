@@ -50,8 +50,8 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # the warm-up prompts have these lengths, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # each streamed chunk after the first has this number of tokens
-LOADERS_SHARE = 0.9  # fraction of `load_timeout_s` for `server_hooks.load`; the rest is for its report
-
+# `server_hooks.load` may use this fraction of `load_timeout_s`, so that an error is reported before the deadline.
+LOADERS_SHARE = 0.9
 DEATH_GRACE_S = 2.0
 # The client must close idle connections before the server does: a request on a closing connection is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
@@ -309,8 +309,7 @@ class SGLangEngine(Engine):
     def _is_at_stop(self, sampling: SamplingConfig, token_ids: Sequence[int]) -> bool:
         """Return whether an aborted sample ends with a stop token or a stop text.
 
-        If the server aborts a sample in the same model step in which the sample stops, the server reports only
-        the abort.
+        If a sample ends in the model step in which the server aborts the sample, the server reports only the abort.
         """
         if {*token_ids[-1:]} & self._stop_ids(sampling):
             return True
@@ -330,7 +329,7 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # SGLang is slower for a list with one request
+        is_single = len(requests) == 1  # do not send one request as a list, because SGLang answers more slowly then
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
@@ -418,7 +417,7 @@ class SGLangEngine(Engine):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
         # The weights are verified, so answers may now have the new version.
-        # The two calls below may run in any order, because the server stays paused until it has confirmed both.
+        # The order of the next two calls does not matter, because the server stays paused until both have ended.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -447,7 +446,7 @@ class SGLangEngine(Engine):
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}. {report['error']}")
             if report["order"] != number:
                 raise EngineError(
-                    f"{self._name}: rank {rank} did not load {offer.manifest}; its report is from an earlier load"
+                    f"{self._name}: rank {rank} did not load {offer.manifest}; the report is from an earlier load"
                 )
             num_values += report["num_values"]
         return num_values
@@ -458,7 +457,7 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
 
 
 def _server_id(request_id: str) -> str:
-    """Return the id of a request on the server. The id ends with a slash, because the server matches ids by prefix."""
+    """Return the id of a request on the server. It ends with a slash, because an abort matches ids by their prefix."""
     return f"{request_id}/"
 
 

@@ -55,7 +55,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Hide three tracebacks: without the warm-up, SGLang calls its own server before the server listens.
+    # Hide three harmless tracebacks: SGLang calls its own HTTP server before this server accepts connections.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -261,8 +261,8 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # Make the guard record the server's files of shared memory now, while the server runs.
-                    # The guard cannot find these files of shared memory after the server's death.
+                    # Make the guard record the server's shared-memory files now, while the server runs.
+                    # After the server's death, the guard could not find the server's shared-memory files.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
@@ -296,7 +296,7 @@ class SGLangServer:
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
-        if self._has_fp32_head:  # log-probs of bfloat16 logits would have errors of up to 0.06 nats
+        if self._has_fp32_head:  # with bfloat16 logits, log-probs have errors of up to 0.06 nats
             flags.append("--enable-fp32-lm-head")
         if not on_cpu and self._head_dim and self._head_dim not in COMMON_HEAD_DIMS:
             arguments["--attention-backend"] = "triton"
@@ -304,7 +304,7 @@ class SGLangServer:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
             # Disable the prefix cache: it cannot be flushed while requests run, so it would serve KV of old weights.
-            # Disable overlapped scheduling, because the last tokens before an update would get the new version.
+            # Disable overlapped scheduling, which labels the last tokens before an update with the new version.
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
@@ -323,9 +323,9 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # Replace SGLang's default, a TCPStore, which would listen on all addresses and answer every client.
+            # Let the ranks meet through a file. SGLang's default is a TCPStore, which answers clients of any host.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang uses the next two values in the names of its shared memory
+            # SGLang uses the next two values in the names of its shared-memory segments
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
@@ -335,13 +335,13 @@ class SGLangServer:
             environment[IMAGES_VARIABLE] = "1"
         if self._device is EngineDevice.cuda:
             environment |= self._compile_caches()
-            # Expandable segments break the memory saver, and CUDA IPC cannot share them with another process.
+            # Remove allocator options: expandable segments break the memory saver, and CUDA IPC cannot share them.
             for name in ALLOCATOR_VARIABLES:
                 environment.pop(name, None)
         if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
-            # torch.compile on a CPU needs a C++ compiler, and fails if the path of torch contains a space.
+            # Disable torch.compile: on a CPU it needs a C++ compiler, and fails if the path of torch has a space.
             environment.setdefault("TORCHDYNAMO_DISABLE", "1")
             if self._config.tp_size > 1:
                 cores = sorted(os.sched_getaffinity(0))

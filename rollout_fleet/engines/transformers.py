@@ -223,7 +223,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self.eos_ids: tuple[int, ...] = ()  # stays empty during `_check_logprobs`, so that no token ends a row
+        self.eos_ids: tuple[int, ...] = ()  # set after `_check_logprobs`, in which no token may end a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -239,7 +239,7 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # Use an empty config, because transformers takes options that a call omits from the model's config.
+        # Use an empty config. Otherwise the model's own config would set each option that a call does not set.
         model.generation_config = GenerationConfig()
         self.model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
@@ -290,7 +290,7 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """Return the weights by their names in a checkpoint. A checkpoint may fuse or split the model's tensors."""
+        """Return the weights by their names in a checkpoint, which may fuse or split the model's tensors."""
         if not self._held:
             self._held = revert_weight_conversion(self.model, self._weights())
         return self._held
@@ -337,9 +337,8 @@ class GenerationModel:
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
         """Yield the batches. Each batch is a list of indices into ``requests``.
 
-        ``generate`` still computes the row of a sample that has ended, while other samples of the batch run. Therefore
-        each prompt in the batch, plus the batch's longest response, must not exceed the model's largest number of
-        positions.
+        ``generate`` may compute the rows of ended samples until the longest response ends. Therefore each prompt in
+        the batch, plus the batch's longest response, must not exceed the model's largest number of positions.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -434,7 +433,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self.model).__name__
         if "chunked_attention" in (getattr(self.model.config, "layer_types", None) or ()):
-            self._may_pad = False  # padding would move tokens into other attention chunks
+            self._may_pad = False  # with padding, tokens would be in other attention chunks
         bound = 1e-3 if self.model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -489,7 +488,7 @@ class GenerationModel:
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # compare only the tokens before a sampled placeholder, which has no pixels
+            if request.images:  # compare only the tokens before a sampled image placeholder, because it has no pixels
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]

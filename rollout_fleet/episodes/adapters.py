@@ -192,8 +192,8 @@ def _read_end(stream: BinaryIO, most: int) -> str:
 def _outcome_of(path: Path, output: str) -> Any:
     if not os.path.lexists(path):
         return Outcome(answer=output)
-    if not path.is_file():  # reading a special file such as a FIFO would block the event loop
-        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, but is not a regular file")
+    if not path.is_file():  # refuse special files: reading a FIFO would block the event loop
+        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a regular file with JSON, got another kind")
     written = path.read_text(errors="replace")
     try:
         return json.loads(written)
@@ -212,7 +212,7 @@ Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
 async def _play(
     prompt: Prompt, policy: Policy, observation: Any, step: Step, *, max_steps: int, turn_rewards: bool
 ) -> Outcome:
-    """Alternate between the policy and ``step``, which returns observation, reward, and whether the game has ended."""
+    """Play a game: call the policy and ``step`` in turns. ``step`` returns (observation, reward, has_ended)."""
     messages = _with_observation(list(prompt.messages), observation)
     total, num_invalid, num_steps, done = 0.0, 0, 0, False
     rewards: dict[int, float] = {}
@@ -237,7 +237,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text. Text is added to the last message if its role is ``user``."""
+    """Append an observation: chat messages or text. If the last message is from the user, text is added to it."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -421,7 +421,7 @@ class OpenEnvEnvironment:
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
-    """Run a tool with `Policy.run_tool`. An `_InvalidAction` is raised, but not counted as an error of the tool."""
+    """Run a tool with `Policy.run_tool`. If the tool raises `_InvalidAction`, raise it, but do not record an error."""
 
     async def result() -> Any:
         try:
@@ -597,7 +597,7 @@ def _is_of_connection(error: BaseException) -> bool:
 def _has_lost_server(error: Exception) -> bool:
     """Return whether ``error``, raised by a tool call in an MCP session, means that the session's server is lost.
 
-    A lost server makes the episode fail. After most other errors, the policy gets the error's text as the tool's
+    If the server is lost, the episode fails. After most other errors, the policy gets the error's text as the tool's
     result.
     """
     message = getattr(getattr(error, "error", None), "message", "")  # mcp's exceptions have ``error.error.message``

@@ -72,7 +72,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the body of a request to ``/v1/messages`` without its field ``thread``.
 
-    If ``thread`` names an earlier answer to continue, the messages and fields of the earlier request are added.
+    If ``thread`` names an earlier answer to continue, the result includes the earlier request's messages and fields.
     ``stored`` maps the id of each earlier answer to the result of `store_thread`.
 
     Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
@@ -92,7 +92,7 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request and its answer as one request body, which `join_thread` needs to continue the thread.
+    """Return a request and its answer as one request body. `join_thread` needs this body to continue the thread.
 
     A thread is a conversation that the endpoint stores. ``body`` is the body of the request, and ``whole`` the body of
     the answer (the result of `message`). The result is ``body`` without ``stream``, with the answer as last message.

@@ -92,10 +92,11 @@ class LibraryParser:
 
 
 def split_calls(calls: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
-    """Split the tool calls that the library ``renderers`` has parsed into usable calls and texts of malformed calls.
+    """Return a pair: the usable calls of ``calls``, and the texts of the malformed calls.
 
-    If an argument of an XML call is plain text such as ``Rome``, the library gives the call the status
-    ``invalid_json``. Such a call is usable, and the argument stays text.
+    ``calls`` are tool calls that the library ``renderers`` has parsed. If an argument of an XML call is
+    plain text such as ``Rome``, the library gives the call the status ``invalid_json``. Such a call is usable, and the
+    argument stays text.
     """
     good: list[ToolCall] = []
     malformed: list[str] = []
@@ -215,14 +216,14 @@ def split_reasoning(
 ) -> tuple[str, Sequence[int]]:
     """Split a sampled answer at ``</think>``. Returns a pair: the text of the reasoning, and the token ids after it.
 
-    ``token_ids`` is the answer without its stop token. The tag ``<think>`` is in the answer, or at the end of the
-    prompt. Without a tag, the reasoning is empty.
+    ``token_ids`` is the answer without its stop token. If the tag ``<think>`` is neither in the answer nor at the end
+    of the prompt, the reasoning is empty.
     """
     from renderers.reasoning import scan_reasoning
 
     ids = list(token_ids)
     is_begun = tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(REASONING_BEGIN)
-    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # this check is faster than the library's search
+    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # decoding is faster than the library's search
         return "", ids
     boundary = scan_reasoning(tokenizer, ids, prefilled=is_begun)
     if boundary.text is None:

@@ -1,4 +1,4 @@
-"""The tokenizer and the chat template of a model folder. Needs neither transformers' tokenizers nor torch."""
+"""The tokenizer and chat template of a model folder. This module needs no tokenizers of transformers and no torch."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # the model has several templates, each with a name
+    if isinstance(template, list):  # choose one, because the model has several named templates
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("tool_use") or named.get("default") or ""
     return template

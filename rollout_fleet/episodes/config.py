@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """What happens to sampling options that differ from the run's: the run's options are used, or the request fails."""
+    """What happens if a request differs from the run's sampling options: use the run's, or refuse the request."""
 
     override = "override"
     refuse = "refuse"
@@ -88,9 +88,9 @@ class EnvironmentConfig:
         max_context: Largest number of tokens on a path of an episode, from the prompt to the path's end. 0: as many as
             the model's context and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the
             context.
-        max_tree_tokens: Largest number of tokens of all paths of an episode together; shared tokens count once per
-            path; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because the
-            learner then reads all paths in one micro-batch.
+        max_tree_tokens: Largest number of tokens of all paths of an episode together; shared tokens are counted
+            once per path; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because
+            the learner then reads all paths in one micro-batch.
         start_timeout_s: Deadline for a process to start, and for an environment to load.
         turn_timeout_s: Deadline of one request for a turn.
         tool_timeout_s: Deadline of one call of a tool.

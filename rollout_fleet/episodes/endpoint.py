@@ -114,7 +114,7 @@ class Endpoint:
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def close(self) -> None:
-        """Stop the HTTP server and cut off running calls. Turns that the engine samples for these calls continue."""
+        """Stop the HTTP server and cut off running calls. The engine continues to sample the turns of these calls."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None

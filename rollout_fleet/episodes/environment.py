@@ -268,15 +268,15 @@ class Policy:
             failed = 0
             return result
         except EpisodeFailure:
-            failed = 0  # the episode itself failed, so the tool did not fail
+            failed = 0  # do not record an error of the tool, because the episode itself failed
             raise
         except ToolError:
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():  # a tool may also raise `TimeoutError`
+            if isinstance(error, TimeoutError) and deadline.expired():  # the tool itself did not raise the error
                 raise ToolError(
                     f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
-                    f"{self._tool_timeout_s:g} s; make it faster or raise the option"
+                    f"{self._tool_timeout_s:g} s; make the tool faster, or raise the option"
                 ) from error
             raise ToolError(f"tool {name} raised {type(error).__name__}: {error}") from error
         finally:

@@ -71,9 +71,9 @@ class _Traces:
         self.has_programs = False
 
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
-        """Kill the programs and cancel the tasks that still run. Return the number of these programs and tasks."""
+        """Kill the episode's programs and cancel its tasks. Return how many programs and tasks still ran."""
         killed = sum(map(_kill_fork, self.forks))
-        if self.has_programs or self.forks:  # forked processes may have started programs
+        if self.has_programs or self.forks:  # a forked process may have started programs too
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
             killed += await asyncio.get_running_loop().run_in_executor(own_thread, kill)
         tasks = {task for task in self.tasks if not task.done()}
@@ -108,7 +108,7 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has already waited for the ended process
+    except (ChildProcessError, ProcessLookupError):  # the process had ended, and the environment had waited for it
         return False
     return True
 
@@ -127,7 +127,7 @@ class _DefaultThreads(ThreadPoolExecutor):
 
 
 def _call_in(traces: _Traces | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function in this thread, so that the work counts for the episode of ``traces``."""
+    """Call a function in this thread. ``traces`` records the tasks and programs that the function starts."""
     token = _current.set(traces)
     try:
         return function(*args, **kwargs)
@@ -196,7 +196,7 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
 
     def system(command: str) -> int:
         if (status := subprocess.Popen(command, shell=True).wait()) < 0:
-            return -status  # `os.system` returns the number of the signal
+            return -status  # like `os.system`, return the number of the signal that ended the command
         return status << 8
 
     loop.set_task_factory(make_task)  # type: ignore[arg-type]
@@ -267,11 +267,11 @@ class EnvironmentChild:
             prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
-            # Read the exception, so that asyncio does not log it as an exception that nobody retrieved.
+            # Read the task's exception. Otherwise asyncio would log an exception that was never retrieved.
             body.add_done_callback(lambda body: body.cancelled() or body.exception())
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # the user's code raised an error, or the parent cancels the episode
+        except BaseException as error:  # the user's code raised an error, or the parent cancelled the episode
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):

@@ -99,7 +99,7 @@ class _EnvironmentProcess:
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # the process has ended, so `_read` sets a failure as the answer
+        with suppress(ConnectionError):  # if the process has ended, `_read` sets a failure as the answer
             await self._child.send(question)
         return await asyncio.shield(answer)
 
@@ -116,7 +116,7 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Return why the process must be killed; an empty text if the process may continue.
+        """Return the reason to kill the process; an empty text if there is none.
 
         The process gets ``late_s`` more seconds to answer: the seconds for which the worker's event loop was blocked.
         """
@@ -308,7 +308,7 @@ class EnvironmentProcesses:
                 "failure": (
                     FailureKind.environment,
                     "the episode did not end within rollout_fleet.environment.episode_timeout_s = "
-                    f"{self._options.episode_timeout_s:g} s; make it faster or raise the option",
+                    f"{self._options.episode_timeout_s:g} s; make the environment faster, or raise the option",
                 )
             }
         finally:
@@ -332,7 +332,7 @@ class EnvironmentProcesses:
             self._retiring.discard(process)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        if process not in self._slots:  # the process is already retiring, or has ended and was replaced
+        if process not in self._slots:  # the process has already been retired or replaced
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
         self.counts[EpisodeCount.processes_retired] += 1

@@ -43,15 +43,15 @@ PROMPT = 0
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeBudget:
-    """The limits of one episode. A running turn counts with its maximum length.
+    """The limits of one episode. For a turn that is being sampled, its maximum length is counted.
 
     Attributes:
         max_turns: Largest number of sampled turns. Example: 32.
         max_tokens: Largest number of sampled tokens of all turns.
         max_context: Largest number of tokens on a path, from a root to the end of a turn; at most the model's context
             length.
-        max_tree_tokens: Largest number of tokens on all paths to leaves together. Tokens that paths share count once
-            per path. A limit of at most one micro-batch lets the learner train on all paths together. 0: no limit.
+        max_tree_tokens: Largest number of tokens on all paths to leaves together. Tokens that paths share are counted
+            once per path. A limit of at most one micro-batch lets the learner train on all paths together. 0: no limit.
     """
 
     max_turns: int
@@ -204,7 +204,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # do not copy the array, because requests for the same prompt share it
+        if len(parts) == 1:  # do not copy, so that requests for the same prompt share one array
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -367,7 +367,7 @@ class Episode:
         return index
 
     def abandon(self) -> None:
-        """Drop all turns that are being sampled. Tokens that arrive later count in ``num_dropped``."""
+        """Drop all turns that are being sampled. Tokens that arrive for them later are added to ``num_dropped``."""
         self._abandon(self.running)
 
     def trajectory(
@@ -428,7 +428,7 @@ class Episode:
         if not 0 <= parent < len(self._nodes) or not self._nodes[parent].is_live:
             raise ValueError(f"episode {self.name}: turn {parent} was neither given nor sampled")
         if self._nodes[parent].is_running:
-            raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
+            raise ValueError(f"episode {self.name}: turn {parent} is still running; wait for its answer first")
 
     def depth(self, index: int) -> int:
         """Return the number of tokens from the start of the sequence to the end of a turn; 0 for `ROOT`."""
@@ -440,10 +440,10 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return how many tokens all branches have together, except the branch that ends with the turn ``extended``.
+        """Return the sum of the lengths of all branches, in tokens, without the branch that ends at ``extended``.
 
-        A branch is the path from a root to a leaf. Tokens that branches share count once per branch. A running turn
-        counts with its maximum length. If ``extended`` is not a leaf, no branch is left out.
+        A branch is the path from a root to a leaf (a turn without children). For a running turn, its maximum length is
+        counted. If the turn ``extended`` is not a leaf, no branch is left out.
         """
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
@@ -478,7 +478,7 @@ class Episode:
             if used[what] + num_reserved >= limits[what]:
                 raise EpisodeOverflow(
                     f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, and has no room for "
-                    f"{num_turns} answers: the first {others} may use {num_reserved} in total, and the last needs 1"
+                    f"{num_turns} answers: {others} of them may use {num_reserved} in total, and the last one needs 1"
                 )
         return most
 

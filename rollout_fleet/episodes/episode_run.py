@@ -63,14 +63,14 @@ class Player(Protocol):
 
 @dataclass(kw_only=True)
 class PromptTokens:
-    """Number of prompt tokens of several requests, and how many of them were in the engine's cache."""
+    """Counts the prompt tokens of several requests, and the prompt tokens that were in the engine's cache."""
 
     num_tokens: int = 0
     num_cached: int = 0
 
 
 class EpisodeRun:
-    """Samples the turns of one episode for its `Session`, which answers the environment.
+    """Samples the turns of one episode for the episode's `Session`, which answers the environment.
 
     The session calls `sample` and waits until the turn has finished::
 
@@ -122,14 +122,14 @@ class EpisodeRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended, so that the episode has an outcome or a failure."""
+        """Whether the environment has ended. The episode then has an outcome or a failure."""
         return self.outcome is not None or self.failure is not None
 
     @property
     def place(self) -> LevelName:
         """The current state of the episode: it samples turns, waits for a tool or for its environment, or has ended.
 
-        An episode that has ended is in the ``tail`` of its group: it waits for the other episodes.
+        The state of an ended episode is ``tail``: the episode waits for the other episodes of its group.
         """
         if self.is_over:
             return LevelName.tail
@@ -304,7 +304,8 @@ class EpisodeRun:
     def end(self, reason: str) -> None:
         """End the episode: later requests, and calls that wait for a turn, raise `EpisodeEnded` with ``reason``.
 
-        If the environment has ended, turns that are being sampled are dropped. A second call keeps the first reason.
+        If the environment has ended, turns that are being sampled are dropped. A second call does not change the
+        reason.
         """
         self._end_reason = self._end_reason or reason
         self.times.end()

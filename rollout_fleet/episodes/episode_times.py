@@ -1,8 +1,8 @@
-"""The times when an episode (a rollout with an environment) waited for the engine, for tools or for its environment.
+"""Records when an episode (a rollout with an environment) waits for the engine, for tools or for its environment.
 
 ::
 
-    asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ next turn asked
+    turn requested ──queue──▶ first token ──generation──▶ last token ──tool or environment──▶ next turn requested
 
 An episode waits for a tool while a call of `Policy.run_tool` runs. After an answer with tool calls, it also waits for a
 tool until the next request or answer. At other times without a running turn, it waits for its environment.
@@ -17,7 +17,9 @@ from dataclasses import dataclass, fields
 
 @dataclass(kw_only=True, slots=True)
 class TurnTimes:
-    """The times of a sampled turn, in seconds since the episode began. A completely replayed turn takes no time.
+    """When a sampled turn was requested, began and ended, in seconds since the episode began.
+
+    A completely replayed turn takes no time.
 
     Attributes:
         asked_s: Time when the environment requested the turn.
@@ -32,7 +34,7 @@ class TurnTimes:
 
 @dataclass(kw_only=True, slots=True)
 class ToolTimes:
-    """The times of one tool call, or of all calls of one answer together, in seconds since the episode began."""
+    """When one tool call (or all calls of one answer together) began and ended, in seconds since the episode began."""
 
     name: str
     began_s: float
@@ -43,11 +45,11 @@ TURN_TIMES = tuple(field.name for field in fields(TurnTimes))
 
 
 class EpisodeTimes:
-    """The times of one episode.
+    """Records when the turns and the tool calls of one episode begin and end.
 
     Attributes:
-        turns: The times of each sampled turn, by its index.
-        tools: The tool calls, ordered by their beginnings. The tools of an answer are added when all of them end.
+        turns: The times of each sampled turn, by the turn's index.
+        tools: The tool calls, in the order in which they began. The tools of an answer are added when all of them end.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
@@ -63,8 +65,8 @@ class EpisodeTimes:
     def is_in_tool(self) -> bool:
         """Whether a tool runs now, as far as this worker knows.
 
-        A tool runs during a call of `Policy.run_tool`. If the policy calls tools in its answer, these tools count as
-        running until the environment requests the next turn or gets the next answer, or until the episode ends.
+        A tool runs during a call of `Policy.run_tool`. If an answer of the policy calls tools, this worker assumes that
+        they run until the environment requests the next turn or gets the next answer, or until the episode ends.
         """
         return bool(self._running) or self._called is not None
 
@@ -81,7 +83,7 @@ class EpisodeTimes:
     def asked(self, turn: int) -> None:
         """Record that the environment requests the turn with this index now.
 
-        The tool calls of the latest answer count as ended.
+        The tool calls of the latest answer are recorded as ended.
         """
         self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
         self._end_calls()
@@ -101,7 +103,7 @@ class EpisodeTimes:
     def called(self, names: Sequence[str]) -> None:
         """Record that the environment gets an answer now. The answer calls the tools ``names``.
 
-        ``names`` is empty if the answer calls no tool. The tools count as running until the environment requests the
+        ``names`` is empty if the answer calls no tool. The tools are assumed to run until the environment requests the
         next turn or gets the next answer, or until the episode ends. If calls of `Policy.run_tool` begin in this time,
         `tools` has only the entries of these calls.
         """

@@ -1,6 +1,6 @@
 """Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-Client libraries change the form of messages. So messages count as equal if they differ only in:
+Client libraries change the form of messages. So messages are treated as equal if they differ only in:
 
 - ids of tool calls and the formatting of JSON arguments,
 - white space around an assistant's content,
@@ -130,7 +130,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Return JSON bytes that are the same for two messages if the messages count as equal.
+    """Return JSON bytes that are the same for two messages if the messages are treated as equal.
 
     The bytes leave out reasoning. ``call_places`` maps the id of each earlier tool call to its position among the tool
     calls of the conversation. In a tool's message, this position replaces the id.
@@ -146,7 +146,7 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
         except ValueError:
             arguments = function["arguments"].strip()
         form += [function["name"], arguments]
-    with suppress(TypeError):  # orjson refuses invalid Unicode
+    with suppress(TypeError):  # use `json` below for invalid Unicode, which orjson refuses
         if "tool_calls" not in message:
             return orjson.dumps(form)
     return json.dumps(form, sort_keys=True).encode()  # unlike orjson, `json` keeps large integers and NaN
@@ -175,8 +175,7 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
     """Return whether each message in ``sent`` has no reasoning, or the same reasoning as in ``known``.
 
-    Apart from their reasoning, the messages in ``sent`` and ``known`` are the same. Many clients do not send the
-    reasoning.
+    ``sent`` and ``known`` must be the same messages apart from the reasoning. Many clients do not send the reasoning.
     """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()

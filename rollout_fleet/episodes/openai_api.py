@@ -144,8 +144,8 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
 def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
     """Raise `ValueError` if a request's body has a field that is not supported.
 
-    Supported are the fields ``known``, and some fields without effect. A field that is None, false, 0 or empty counts
-    as missing.
+    The fields ``known`` are supported. Some other fields are accepted and have no effect. A field that is None, false,
+    0 or empty is treated as missing.
     """
     unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name])
     if unknown:
@@ -214,7 +214,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """Count the tokens of the answers, in the form of OpenAI's field ``usage``. Their common prompt counts once."""
+    """Return OpenAI's field ``usage`` for answers to one prompt. The tokens of the prompt are counted only once."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -302,7 +302,7 @@ def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str,
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])
-        # the text of a token is not valid if the token has only a part of a character; its bytes are then not known
+        # If a token has only a part of a character, the decoded text is not valid, and the bytes are not known.
         own_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         entries.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
     return {"content": entries, "refusal": None}

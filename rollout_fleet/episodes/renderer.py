@@ -35,7 +35,7 @@ AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
 _NAMED_TOOLS = ("gpt-oss",)  # these renderers need the field ``name`` in the messages of tools
-# These renderers download a vocabulary. Try a renderer only if the model's tokenizer has the token next to its name.
+# These renderers download a vocabulary. Use a renderer only if the model's tokenizer has the token in this table.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -145,12 +145,12 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                # this call also imports the parser's modules, so that the first episode does not wait for the imports
+                # This call also imports the parser's modules now, so that no episode waits for the imports.
                 parsed = self.parse(prompt, sampled or (), tools)
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
-            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # the test tool is "weather"
+            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # "weather" is the test tool
                 self.reads_calls = False
             suffix = None if sampled is None else self.extend(prompt, sampled, [*messages, answer], new, tools)
             verdicts[kind] = "branches" if suffix is None else "continues"
@@ -320,14 +320,14 @@ class TemplateRenderer(ChatRenderer):
             return None
         prompt = self._texts.of(prompt_ids) if whole else ""
         path = prompt + self.tokenizer.decode(self.without_stop(sampled_ids)) + self._close if prompt else ""
-        if path and whole.startswith(path):  # the template writes the same text for the earlier tokens
+        if path and whole.startswith(path):  # the new messages have not changed the text of the earlier tokens
             added = whole[len(path) :]
         else:
             added = self._short_difference(messages[num_old - 1], messages[num_old:])
             if added is None:
                 return None
             if whole:
-                # if the prompt's text is known, the old messages need not be rendered again
+                # If the text of the prompt is known, do not render the old messages again.
                 if prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt)):
                     old = whole.removesuffix(added)
                 else:
@@ -343,10 +343,10 @@ class TemplateRenderer(ChatRenderer):
         return suffix
 
     def _short_difference(self, answer: Message, new_messages: Sequence[Message]) -> str | None:
-        """Return the text that the template appends for ``new_messages`` to a short stand-in conversation.
+        """Return the text that the template writes for ``new_messages`` after a short conversation.
 
-        The stand-in conversation is a fixed user message, and ``answer`` with a placeholder as its text. Returns None
-        if the new messages change the text before them.
+        The short conversation has two messages: a fixed user message, and ``answer`` with a placeholder as its text.
+        Returns None if the new messages change the text before them.
         """
         short = {**answer, "content": _SENTINEL}
         short.pop("reasoning_content", None)
@@ -415,7 +415,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_tool_parser(self) -> ToolCallParser | None:
         """Return the first parser that reads tool calls in the form of the template.
 
-        If no parser does and the model knows the tag ``<tool_call>``, returns the parser of JSON in these tags.
+        If no parser reads them, and the model knows the tag ``<tool_call>``, returns the parser of JSON in these tags.
         Otherwise returns None.
         """
         called = _CALLED["tool_calls"][0]["function"]
@@ -434,7 +434,7 @@ class TemplateRenderer(ChatRenderer):
         return make_tool_parser(JSON_TAGS, self.tokenizer) if "<tool_call>" in source or single else None
 
     def _find_tail(self) -> str:
-        """Return the end-of-sequence token if the template writes it only at the end of a whole conversation.
+        """Return the end-of-sequence token if the template writes it only once, at the end of a conversation.
 
         Phi's templates do so. For other templates, the result is an empty text.
         """
@@ -492,7 +492,7 @@ class TemplateRenderer(ChatRenderer):
         return self.tokenizer.decode(path).count(REASONING_END)
 
     def _encode_after_stop(self, text: str) -> list[int]:
-        """Encode a text that follows a stop token. At the start of a text, some tokenizers would add a space."""
+        """Encode a text that follows a stop token, without the space that some tokenizers add at a text's start."""
         if self.stop_ids:
             ids = self.tokenizer.encode(self.tokenizer.decode([self.stop_ids[0]]) + text)
             if ids[0] == self.stop_ids[0]:
@@ -604,7 +604,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # a refused conversation has no wrong tokens, so it does not count as a difference
+                continue  # a conversation that the renderer refuses is not a difference
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

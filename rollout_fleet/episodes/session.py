@@ -353,7 +353,7 @@ class Session:
     def lose(self, request: ChatRequest | TextRequest) -> None:
         """Record that the answer to ``request`` was lost, because the client had disconnected.
 
-        If the client sends the same request again, it gets the lost answer. This happens only once per lost answer.
+        If the client sends the same request again, the session returns the lost answer, but only once.
         """
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
         if call is not None:
@@ -431,7 +431,8 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # reading an image takes milliseconds
+            # Use a thread, because reading an image takes milliseconds.
+            return await asyncio.to_thread(_read_messages, sent, read_image)
         return _read_messages(sent, read_image)
 
     def _place(
@@ -475,7 +476,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # a second equal answer must not match the same turn
+            on_path.difference_update([*kept][:1])  # each turn matches only one of several equal answers
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
@@ -594,7 +595,7 @@ class Session:
         for index, answer in enumerate(answers):
             whole = tokenizer.decode(answer.token_ids.tolist())
             written = tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
-            # The next prompt may repeat this turn with its end token (``whole``) or without it (``written``).
+            # The next prompt may repeat this turn with the turn's end token (``whole``) or without it (``written``).
             self._texts += [(text + own, answer.turn) for own in {written, whole} if text and own]
             content, stop_text = _cut(written, request.options.stop)
             answers[index] = replace(answer, message={"role": "assistant", "content": content}, stop_text=stop_text)
@@ -603,7 +604,7 @@ class Session:
     # Turns
 
     async def _sample(self, place: _Place, options: SampleOptions, *, stops: bool) -> list[SampledAnswer]:
-        """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
+        """Sample ``options.n`` turns after ``place``. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
         if options.n > 1:  # one failed turn fails the whole request, so check first that all n turns fit
@@ -642,10 +643,10 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that the parent of a new sampled turn has the tokens that the request continues.
+        """Assert that a new sampled turn follows exactly the tokens of its request.
 
-        ``context`` is the index of this parent. The path to ``context`` must be the path to the turn ``place.parent``,
-        followed by ``place.new_tokens``.
+        ``context`` is the index of the turn's parent. The path to ``context`` must be the path to the turn
+        ``place.parent``, followed by ``place.new_tokens``.
         """
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
@@ -655,9 +656,9 @@ class Session:
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
         """Return the run's sampling options, changed by the options of a request.
 
-        Some options must not differ from the run's options. If such an option differs, a session with ``refuses``
-        raises `ValueError`. Any other session uses the run's value, and counts the difference. A too large
-        ``max_tokens`` is lowered to the run's value.
+        Some of the run's options are fixed. If a request changes a fixed option, a session with ``refuses`` raises
+        `ValueError`. Any other session uses the run's value, and counts the difference. A ``max_tokens`` that is too
+        large is lowered to the run's value.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")

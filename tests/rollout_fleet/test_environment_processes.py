@@ -311,7 +311,7 @@ async def test_a_function_with_an_unmodified_openai_client_works_as_an_environme
         ("interrupt", FailureKind.environment, "raised KeyboardInterrupt"),
         ("stop in a thread", FailureKind.environment, "a call in a thread raised StopIteration"),
         ("crash", FailureKind.environment, "ended with exit status 3; an environment must not exit"),
-        ("hang", FailureKind.environment, "episode_timeout_s = 2 s; make it faster"),
+        ("hang", FailureKind.environment, "episode_timeout_s = 2 s; make the environment faster"),
         ("stubborn", FailureKind.environment, "episode_timeout_s = 2 s"),
         ("hang in a tool", FailureKind.tool, "tool search did not answer within .*tool_timeout_s = 0.3 s"),
         ("block", FailureKind.environment, "blocked its event loop for longer than .*blocked_timeout_s = 1.5 s"),

@@ -360,7 +360,7 @@ def test_an_episode_refuses_invalid_calls_with_its_name():
     for call, message in (
         (lambda: episode.give(PROMPT, []), "episode 4-0-1: a given turn needs at least one token"),
         (lambda: episode.sample(ROOT, [], SamplingConfig()), "a new sequence needs at least one token"),
-        (lambda: episode.give(running, [1]), "turn 1 is still running; take its answer first"),
+        (lambda: episode.give(running, [1]), "turn 1 is still running; wait for its answer first"),
         (lambda: episode.give(7, [1]), "turn 7 was neither given nor sampled"),
         (lambda: episode.trajectory(0.0), r"turns \[1\] are still running; let them finish first"),
         (lambda: Episode("e", PROMPT_IDS[:1], AMPLE, recorded=episode.progress()), "belong to another prompt"),

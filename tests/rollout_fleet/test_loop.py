@@ -86,7 +86,7 @@ async def test_a_data_source_has_its_own_length_limit_and_its_groups_record_the_
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"temperature": 0.5}, r"sampling_by_source.short must have options of .*, got \['temperature'\]"),
+        ({"temperature": 0.5}, r"sampling_by_source.short may set only the options .*, got \['temperature'\]"),
         ({"max_new_tokens": 6}, "max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens=5"),
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1"),
     ],

@@ -157,7 +157,7 @@ async def test_a_reward_class_is_constructed_once_with_its_options_and_then_star
     ("name", "words"),
     [
         ("CannotBeCalled", r"must have a method __call__\(self, prompt, response_text\), got none; add it"),
-        ("takes_no_response", r"must take a prompt and a response, got the parameters \['prompt'\]; add them"),
+        ("takes_no_response", r"must take a prompt and a response, got the parameters \['prompt'\]; correct them"),
     ],
 )
 async def test_a_reward_that_cannot_be_called_is_refused_before_the_first_score(scorer, name, words):

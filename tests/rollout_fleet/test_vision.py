@@ -129,7 +129,7 @@ def test_an_image_placeholder_ends_a_turn_and_is_refused_without_its_image(model
     check_prompt(request, facts.vocab_size, facts.image_token_id)
     for ids, images, message in (
         ([*request.prompt_ids, IMAGE, 9], request.images, r"differ at positions \[9\]"),
-        (request.prompt_ids, (), r"belong to its 0 images"),
+        (request.prompt_ids, (), r"belong to one of the 0 images"),
         (request.prompt_ids[:6], request.images, "not end the prompt|must belong to"),
     ):
         bad = SampleRequest(id="a", prompt_ids=np.array(ids, dtype=np.int32), sampling=SamplingConfig(), images=images)
