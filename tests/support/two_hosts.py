@@ -18,7 +18,7 @@ SECOND_ADDRESS = "10.77.0.2"
 
 
 def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subprocess.Popen, str]:
-    """Start the script. Returns its process, and the value of the environment variable MARK in this process."""
+    """Start the script. Returns its process, and the value of MARK that all processes of the script inherit."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", str(script), *arguments],
