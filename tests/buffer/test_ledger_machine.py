@@ -539,7 +539,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """Keep trained groups for another use. Drop a group if it would make another group miss its deadline."""
+        """Keep trained groups for another use, except groups that would make another group miss its deadline."""
         for group_id, (summary, deadline) in batch.items():
             may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
             if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):

@@ -75,7 +75,7 @@ class ProcessOutput:
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
-        """Wait until ``before`` + 2 steps are finished, and print the time. Prints ``what``, too.
+        """Wait until ``before`` + 2 steps are finished. Print ``what`` and the duration.
 
         One further step is not enough, because this step was possibly almost finished at the time of the call.
         """
