@@ -79,7 +79,7 @@ async def test_workers_of_an_old_and_a_new_version_share_the_groups_that_may_beg
     for client, version in ((b"old", 0), (b"new", 1)):
         requests.hand_in(client, commands.LeaseGroups(engine_version=version, max_groups=4))
     requests.service.settle()
-    # Four groups may be open. At most two of the four may be due by version 1, so the old worker may begin two.
+    # The rule permits four running groups, of which two may be due by version 1. So the old worker gets two leases.
     assert requests.granted() == {b"old": 2, b"new": 2}
     requests.service.close()
 

@@ -1,4 +1,4 @@
-"""Any requests leave the memory of a buffer server within its bounds. A client that exceeds a bound gets an error."""
+"""No request can make a buffer server exceed its memory bounds. A client that exceeds a bound gets an error."""
 
 import asyncio
 import os
@@ -40,7 +40,7 @@ async def test_new_prompts_wait_at_the_bound_of_prompts_until_groups_are_stored(
 
 
 async def test_a_batch_is_planned_even_if_its_prompts_exceed_max_prompt_bytes():
-    """The batch has eight prompts, but ``max_prompt_bytes`` allows three. The plan must not wait for more prompts."""
+    """``max_prompt_bytes`` has room for three prompts. A batch of eight prompts must be planned nevertheless."""
     size = size_of(prompt_frames(prompt(0)))
     async with running(groups_per_step=8, max_lag=0, max_prompt_bytes=3 * size) as run:
         client, feeder = run.client(), run.client()
@@ -193,7 +193,7 @@ async def test_small_puts_that_wait_for_a_full_store_continue_when_it_has_room()
         leases = await producer.lease(0, 8)
         puts = asyncio.gather(*(producer.put(rollout(lease, num_tokens=500)) for lease in leases))
         for version in range(8):
-            await asyncio.wait_for(control.plan(version), 30)  # this call fails if a waiting put never continues
+            await asyncio.wait_for(control.plan(version), 30)  # times out if a waiting put never continues
             await control.commit(version)
         await asyncio.wait_for(puts, 60)
 
@@ -296,7 +296,7 @@ async def test_a_stopped_learner_rank_delays_no_other_client(tmp_path: Path):
 
 
 async def test_a_renewal_of_too_many_leases_is_refused_and_delays_no_other_call():
-    """The header of one message has room for half a million leases."""
+    """The header of one message can name half a million leases, but the server accepts at most `MAX_LEASES`."""
     async with running(groups_per_step=1) as run:
         modest = run.client()
         await modest.enqueue([prompt(0)])

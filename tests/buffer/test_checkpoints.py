@@ -28,7 +28,7 @@ def options_of(kind: str, directory: Path, **more: Any) -> dict[str, Any]:
 async def first_life(client: AnyRole, folder: Path) -> None:
     """Train step 0, and write the checkpoint of version 1.
 
-    As in a run, the checkpoint is written after the step's plan and before its commit. Groups 0 and 1 are consumed.
+    As in a run, the checkpoint is written after the plan of step 0 and before its commit. Step 0 consumes groups 0, 1.
     Groups 2 and 3 are stored. Group 4 has a saved prefix of 4 tokens. Group 5 is leased. Groups 6 to 9 are queued.
     """
     await client.enqueue([prompt(i) for i in range(10)])
@@ -129,7 +129,7 @@ async def test_a_checkpoint_whose_prompts_are_lost_is_refused(kind: str, file: s
     frames = folder / file
     content = bytearray(frames.read_bytes())
     content[100] ^= 1
-    frames.unlink()  # do not change a file of the journal that is hard-linked to this file
+    frames.unlink()  # make a new file, because the old one can be a hard link to a file of the journal
     frames.write_bytes(content)
     with pytest.raises(ReplayBufferError, match=r"v00000001/journal lacks the prompts of \d+ unfinished groups"):
         running(**options_of(kind, tmp_path / "second", checkpoint=str(folder)))

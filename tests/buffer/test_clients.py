@@ -1,4 +1,4 @@
-"""Clients in unusual use: cancelled calls, threads, forks, other event loops, a closed loop."""
+"""Unusual uses of clients: cancelled calls, threads, forks, several event loops, a closed event loop."""
 
 import asyncio
 import itertools
@@ -95,7 +95,7 @@ def test_a_client_works_on_one_event_loop_only_and_its_open_calls_do_not_delay_t
 
 @pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
 async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
-    """A cancelled call possibly had its effect on the server already. A repetition must not have the effect again."""
+    """The server has possibly executed a cancelled call. The repeated call must then have no second effect."""
     async with running(groups_per_step=2, max_lag=0) as run:
         worker, control = run.client(), run.client()
 
@@ -134,7 +134,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
 
 
 async def test_a_request_that_the_server_may_answer_late_has_a_longer_deadline():
-    """The server may answer after half of its ``request_timeout_s``. This is longer than the client's own timeout."""
+    """The server answers a request for leases after 1.2 s. The client's ``request_timeout_s`` is only 1 s."""
     async with running(request_timeout_s=2.4) as run:
         client = run.client(request_timeout_s=1.0)
         assert await client.lease(0, 1) == [], "the server answers after 1.2 s"

@@ -96,7 +96,7 @@ async def test_messages_tools_and_environment_of_a_prompt_survive_a_restart(tmp_
 
 
 class Learner:
-    """Holds the learner's version. Requests for leases wait for a lease or for the next version."""
+    """The learner's version, and requests for leases at this version."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -145,7 +145,7 @@ async def train(control: AnyRole, learner: Learner, *, num_steps: int) -> list[i
 
 
 async def train_through_kills(directory: Path, *, num_steps: int, kill_after: list[float], **options) -> None:
-    """Run workers and a controller to the end, and kill the server at the given times."""
+    """Run workers and a controller for ``num_steps`` steps. Kill and restart the server after each of the times."""
     server = Killable(directory, groups_per_step=4, max_lag=2, lease_s=1.0, queue_size=16, **options)
     *workers, control = (AnyRole(server.process.address, request_timeout_s=60.0) for _ in range(3))
     learner = Learner()
@@ -428,7 +428,7 @@ async def test_a_saved_prefix_that_was_lost_on_disk_is_counted_as_dropped(tmp_pa
 
 
 def test_frames_are_written_completely_even_if_each_system_call_writes_few_bytes(tmp_path: Path, monkeypatch):
-    """The test's ``os.pwritev`` writes only 7 bytes per call. The real one writes less than 2^31 bytes per call."""
+    """In this test, ``os.pwritev`` writes 7 bytes per call. The real function writes less than 2^31 bytes per call."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")
@@ -508,7 +508,7 @@ async def test_the_journal_stays_small_during_a_run_and_a_restart_restores_its_g
                 await client.put(rollout(lease, num_tokens=400))
             await client.plan(version)
             await client.commit(version)
-            await old_files_are_deleted(tmp_path)  # the size of the files must not depend on the disk's load
+            await old_files_are_deleted(tmp_path)  # otherwise a slow disk would increase the measured size
             largest = max(largest, size_of_files(tmp_path))
         [lease, late] = await client.lease(40, 2)
         await client.put(rollout(lease, num_tokens=400))

@@ -1,4 +1,4 @@
-"""Trajectory groups as payload frames: all columns of the schema, and the errors for columns that do not fit."""
+"""Encoding of groups and prompts as payload frames: every column is decoded again, and wrong frames are refused."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_any_exported_groups_are_read_with_the_same_bits(seed: int, has_tokens: 
 
 def test_many_exported_groups_with_images_are_read_with_the_same_bits(tmp_path: Path):
     groups = []
-    for number in range(130):  # an export writes fewer groups per batch
+    for number in range(130):  # the export writes these groups in several batches
         held = grouped() if number == 5 else group_of_seed(1, number)
         groups.append(ExportedGroup(prompt=prompt(number), state=GroupState.stored, trajectories=held))
     sent = contents_of(*groups)

@@ -1,4 +1,4 @@
-"""If filters drop every group, the server warns, and in the end the plan fails."""
+"""If filters drop all groups, the client logs a warning. If no group passes the filters, `plan` raises an error."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
 async def put_filtered(client: AnyRole, number: int) -> None:
-    """Put ``number`` groups of equal rewards, which the filter drops."""
+    """Put groups until their number is ``number``. The filter drops them, because the rewards in a group are equal."""
     num_put = 0
     while num_put < number:
         for lease in await client.lease(0, number - num_put):

@@ -96,13 +96,13 @@ async def test_clients_that_were_idle_or_unconnected_during_key_rotations_get_re
 async def test_an_interrupted_replacement_of_keys_excludes_no_client_and_can_be_repeated(tmp_path):
     make_keys(tmp_path)
     old = without_file(tmp_path, ROLLOUT)
-    add_keys(tmp_path)  # the first replacement stops here, as if its process had died
+    add_keys(tmp_path)  # as if the process that replaces the keys died here
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         control = run.client(keys=client_keys(tmp_path, CONTROLLER))
         assert (await run.client(keys=old).stats()).learner_version == 0
         keys = add_keys(tmp_path)
         await control.renew_keys()
-        put_keys(tmp_path, keys)  # the second replacement stops here
+        put_keys(tmp_path, keys)  # as if the process died here when it tried again
         assert (await run.client(keys=old).stats()).learner_version == 0
         await rotate(control, tmp_path)
         with pytest.raises(NotAllowed):

@@ -267,7 +267,7 @@ def test_only_the_owner_may_report_a_lease_even_after_the_lease_was_revoked():
 
 @pytest.mark.long
 def test_the_size_of_the_ledger_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """In this test, groups are lost, released, refused as too old, filtered or trained."""
+    """In this test, each group is trained, or ends in another way: lost, released, too old, or dropped by a filter."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )

@@ -209,7 +209,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger.lease(self.version + ahead, 1, now=self.now)
         except ReplayBufferError:
             return
-        raise AssertionError("an engine with a version that no step has made was admitted")
+        raise AssertionError("the ledger gave a lease to an engine at a version that no step has made")
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
@@ -250,7 +250,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _reserve(self, lease: GrantedLease) -> bool:
         """Reserve bytes for the group of a lease, and return whether they fit.
 
-        Check that each evicted group has a later deadline than this group, or loses only a saved prefix.
+        Check each group that was evicted: either its deadline is later than this group's, or only its prefix is lost.
         """
         size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
         near = {number for number in self.hosts if self.hosts[number] == host}
@@ -327,7 +327,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_server_restarts(self, compacts: bool, order: str, on_stale: OnStale) -> None:
         """Restore the ledger from a snapshot and from the commands that the journal recorded after the snapshot.
 
-        A server with other options must reach the same state.
+        A ledger with other options must reach the same state.
         """
         before = msgpack.packb(self.ledger.snapshot())
         replayed = self._replayed(
@@ -364,7 +364,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.put(summary, continued=self._continued(lease))
             except VersionTooOld:
                 continue
-            raise AssertionError("a trajectory older than its lease was stored")
+            raise AssertionError("the ledger stored a trajectory with a token older than the version of its lease")
         self._report(lease, num_tokens)
 
     @precondition(lambda self: self.ended)
@@ -379,7 +379,7 @@ class LedgerMachine(RuleBasedStateMachine):
         except (LeaseExpired, VersionTooOld):
             self._report(lease, num_tokens)
             return
-        raise AssertionError("a put under a lost lease was accepted")
+        raise AssertionError("the ledger accepted a put of an attempt that had lost its lease")
 
     @precondition(lambda self: self.stored or self.consumed)
     @rule(data=st.data())
@@ -499,7 +499,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """Return how many running groups batch ``version`` must wait for, so that no group misses its deadline."""
+        """Return how many running groups must end before batch ``version``, so that no group misses its deadline."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -539,10 +539,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """Keep a trained group for another use, if all groups can still meet their deadlines.
-
-        The group counts as open again.
-        """
+        """Keep trained groups for another use, except groups that would make another group miss its deadline."""
         for group_id, (summary, deadline) in batch.items():
             may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
             if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):
@@ -677,10 +674,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
-        """If the next batch cannot be planned yet, check that it waits for an event that will come.
+        """If the next batch cannot be planned yet, check that one of three events can make it possible.
 
-        The batch may wait for a running lease, for a commit, or for a lease that an engine can get when there are
-        prompts.
+        The events are: a running lease ends, a step is committed, or an engine gets a lease for a new prompt.
         """
         num_stored = len(self._open_deadlines()) - len(self.running)
         if self.running:
@@ -705,7 +701,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """Check that the lease has a saved prefix if and only if a group may still begin at the prefix's version."""
+        """Check the prefix of the lease. A saved prefix is used if a group may still begin at the prefix's version."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -721,30 +717,30 @@ class LedgerMachine(RuleBasedStateMachine):
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
     def _continued(self, lease: GrantedLease) -> bool:
-        """Return whether the worker's report on this lease must say that the attempt continued a prefix."""
+        """Return the value of ``continued`` in the worker's reports on this lease."""
         key = lease.group_id, lease.attempt
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """Return the smallest number of tokens that an attempt can report: its latest save, or its prefix."""
+        """Return the smallest number of tokens that an attempt can report: those in its latest save or its prefix."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
     def _own(self, lease: GrantedLease, num_tokens: int) -> int:
-        """Return the number of tokens that an attempt wrote itself. Tokens of a continued prefix do not count."""
+        """Return the number of tokens that an attempt wrote, without the tokens of the prefix that it continued."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: GrantedLease, num_tokens: int) -> None:
-        """Let an attempt report ``num_tokens``, including a continued prefix. Only an attempt's first report counts."""
+        """Let an attempt report ``num_tokens``, including its prefix. Later reports of the same attempt are ignored."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)
             self.own_tokens[key] = self._own(lease, num_tokens)
 
     def _count_saved(self, lease: GrantedLease) -> None:
-        """End an attempt without a report. Only its saved tokens are known."""
+        """End an attempt that does not report its tokens. The account then includes only the tokens that it saved."""
         key = lease.group_id, lease.attempt
         if key in self.saved:
             self.own_tokens[key] = self._own(lease, self.saved[key].num_tokens)

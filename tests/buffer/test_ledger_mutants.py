@@ -62,7 +62,7 @@ except BaseException as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One mutant of a module. ``number`` is the index of the comparison among those that ``change`` can change."""
+    """One mutant of a module. ``number`` is the index of the comparison among those with the operator to change."""
 
     module: str
     change: str
@@ -70,7 +70,7 @@ class Comparison:
     function: str
 
     def source(self) -> str:
-        """Return the mutated module."""
+        """Return the source code of the mutated module."""
         code = (ROOT / "buffer" / f"{self.module}.py").read_text()
         operator = get_operator(f"core/ReplaceComparisonOperator_{self.change}")()
         return mutate_code(code, operator, self.number)

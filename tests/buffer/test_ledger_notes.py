@@ -1,4 +1,4 @@
-"""The events of the ledger that the buffer records for the run's profile."""
+"""The events that the buffer's ledger records for the run's profile."""
 
 from itertools import repeat
 

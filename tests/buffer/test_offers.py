@@ -205,7 +205,7 @@ async def test_served_ignores_engines_that_left_or_are_silent_until_their_next_h
             await leaver.close()
             assert (await asyncio.wait_for(waiting, 5))[0] == 1
         async with asyncio.timeout(20):
-            while (await control.served(-1, 2))[0] != 0:  # wait for the next heartbeat
+            while (await control.served(-1, 2))[0] != 0:  # until `hung` sends its next heartbeat
                 pass
 
 

@@ -1,4 +1,4 @@
-"""Hand-over of running groups to faster workers: whole fleets in simulated time, measured paces, and limits."""
+"""Slow workers hand over running groups to fast workers. Most tests simulate a whole fleet in simulated time."""
 
 import math
 import random
@@ -28,7 +28,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Return the fraction: tokens trained per second, divided by the rate of fully occupied engines."""
+    """Return the tokens trained per second, divided by the tokens per second of engines that are fully occupied."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -111,7 +111,7 @@ def test_an_engine_never_hands_groups_over_to_itself(max_lag):
 
 
 def count_hand_overs(monkeypatch) -> Counter:
-    """Count for each group how often the buffer asks a worker to hand over the group. Returns the counter."""
+    """Return a counter. For each group, it counts how often the buffer asks a worker to hand over the group."""
     asked: Counter = Counter()
     push = Replies.push
 
@@ -147,7 +147,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(monkeypatch, num_en
 @pytest.mark.long
 @pytest.mark.parametrize("share_of_slow_groups", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 def test_hand_over_costs_at_most_2_percent_if_only_the_groups_are_slow(share_of_slow_groups):
-    """All engines are equal. Some groups call tools, so each of their tokens takes ten times as long as usual."""
+    """All engines have the same speed. Some groups call tools and need ten times as long per token as other groups."""
     ratios = []
     for seed in range(3):
         rng = random.Random(seed)
@@ -361,11 +361,11 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Check that a worker that may begin a group waits for a lease for at most a second per possible hand-over."""
+        """Check how long a worker that may begin a group waits for a lease: at most 1 s per possible hand-over."""
         for _ in range(10 * MOST_CHANGES * (1 + self.ledger.groups.num_leased)):
             if not self._may_begin():
                 return
-            self.now += 0.1  # a larger step counts as a stall of the event loop
+            self.now += 0.1  # the clock would ignore a larger step, as after a stall of the event loop
             self.service.settle()
         assert not self._may_begin()
 
@@ -378,7 +378,7 @@ class Workers:
 @settings(max_examples=60, deadline=None)
 @given(max_lag=st.integers(0, 3), data=st.data())
 async def test_workers_that_may_begin_a_group_do_not_wait_for_a_lease(max_lag: int, data: st.DataObject) -> None:
-    """Workers act at random. There must be no deadlock."""
+    """The actions of the workers are random. A worker that may begin a group must get a lease."""
     of = Workers(max_lag)
     for _ in range(data.draw(st.integers(5, 60))):
         action = data.draw(st.sampled_from(["enqueue", "lease", "lease", "put", "put", "step", "hand", "die"]))

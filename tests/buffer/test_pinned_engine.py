@@ -1,4 +1,4 @@
-"""A fast engine that cannot get a lease must not delay slower engines."""
+"""A fast engine that stays at an old version gets no leases. It must not delay slower engines."""
 
 import asyncio
 import itertools

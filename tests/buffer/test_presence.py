@@ -76,8 +76,7 @@ async def test_a_group_that_is_leased_while_its_client_closes_is_queued_again_im
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # If the closed client still has the lease of the group, the next request waits until the server notices
-            # that this client is silent.
+            # If the closed client still had the lease, this request would wait until the client counts as silent.
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:
@@ -171,7 +170,7 @@ def test_a_fair_queue_prefers_clients_with_fewer_turns_but_gives_new_clients_no_
 
 
 async def test_a_stall_of_the_servers_event_loop_revokes_no_lease(tmp_path: Path):
-    """A worker with 150 leases sends heartbeats, but the server is stopped for longer than its timeouts."""
+    """The server is stopped for longer than its timeouts. A worker with 150 leases sends heartbeats all the time."""
     config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
     with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
         worker = AnyRole(process.address, request_timeout_s=10.0)
@@ -219,7 +218,7 @@ async def test_a_worker_that_is_declared_dead_loses_its_leases_and_its_unreporte
         await control.enqueue([prompt(0), prompt(1)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        await worker.stats()  # the worker sends a heartbeat before this request
+        await worker.stats()  # before this request, the client sends a heartbeat
         for _ in range(2):
             assert await control.bury(name) == 12
         stats = await control.stats()
@@ -232,7 +231,7 @@ async def test_a_worker_that_is_declared_dead_loses_its_leases_and_its_unreporte
 
 
 async def test_a_restarted_server_refuses_a_worker_that_was_declared_dead(tmp_path: Path):
-    """A restarted server does not count a dead worker's tokens again. `bury` (declare dead) returns the same number."""
+    """`bury` declares a worker dead, and returns its number of tokens. After a restart, it returns the same number."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
@@ -245,7 +244,7 @@ async def test_a_restarted_server_refuses_a_worker_that_was_declared_dead(tmp_pa
         assert await control.bury(name) == 12
         before = await control.stats()
         run.server.close()
-        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the address is in the journal
+        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the journal contains its address
         for call in (worker.put(rollout(second)), worker.lease(0, 1), worker.release(first, num_tokens=5, reason="x")):
             with pytest.raises(DeclaredDead):
                 await call
@@ -269,7 +268,7 @@ async def test_the_token_count_of_a_dead_worker_is_the_larger_of_two_reports():
 async def test_a_put_that_is_written_while_its_worker_is_declared_dead_counts_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The server receives a put of a worker before the worker's death is declared, and processes the put after it."""
+    """The server receives a put, but writes it to the journal only after the worker was declared dead."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()

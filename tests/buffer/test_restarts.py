@@ -142,7 +142,7 @@ async def test_after_a_restart_a_lost_engine_does_not_count_as_a_pinned_engine(t
 
 
 async def test_a_late_message_about_a_lease_before_a_restart_does_not_affect_a_later_attempt(tmp_path: Path):
-    """Late copies of a lease request and of its cancellation arrive after another worker has leased the group."""
+    """After another worker has leased the group, late copies of a lease request and of its cancellation arrive."""
     server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
     script, other = Script(server), b"other"
     parts = prompt_frames(prompt(0))
@@ -163,7 +163,7 @@ async def test_a_waiting_request_gets_its_full_deadline_again_after_a_server_res
     options = {"durability": Durability.disk, "directory": str(tmp_path), "request_timeout_s": 60.0}
     async with running(**options) as run:
         client = AnyRole(run.server.address, request_timeout_s=1.4)
-        waiting = asyncio.ensure_future(client.plan(0))  # its deadline is 2.1 s
+        waiting = asyncio.ensure_future(client.plan(0))  # the call fails after 2.1 s
         await asyncio.sleep(1.4)
     async with running(**options):
         await asyncio.sleep(1.4)
@@ -188,7 +188,7 @@ def supervised(directory: Path, said: asyncio.Queue[str], **options: Any) -> Buf
 
 
 def kill(server: BufferSupervisor, number: int = signal.SIGKILL) -> None:
-    """Send a signal to the process of a supervised server. Only its command line has the server's address."""
+    """Send a signal to the process of a supervised server. Finds the process by the server's address."""
     folder = folder_of(server.connection.address)
     (process,) = [child for child in psutil.Process().children() if folder in " ".join(child.cmdline())]
     process.send_signal(number)
@@ -292,7 +292,7 @@ FIRST_WRITES = [
         for number, name in enumerate(FIRST_WRITES, 1)
         for share in (0, 1, 2)
         for is_usual in [(name, share) in {("put", 1), ("plan", 0), ("commit", 2)}]
-        if number > 4  # a client must have connected before the kill
+        if number > 4  # the server must not be killed before a client has connected
     ],
 )
 async def test_a_server_that_is_killed_during_a_write_restarts_with_all_acknowledged_work(
@@ -324,7 +324,7 @@ async def test_a_server_that_is_killed_during_a_write_restarts_with_all_acknowle
 
 
 class FullDisk:
-    """Replaces the function that writes to the journal's disk. Writes fail while ``is_full`` is true."""
+    """Replaces the function that writes the journal's files. Writes fail while ``is_full`` is true."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -340,9 +340,9 @@ class FullDisk:
 async def test_a_payload_that_was_removed_while_the_disk_was_full_stays_removed(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """A store cannot write the removal of a payload to its journal while its disk is full. It writes the removal later.
+    """While its disk is full, a store cannot record in its journal that it removed a payload. It records this later.
 
-    If the store is killed before it writes the removal, the ledger sends the ids of the finished groups again.
+    If the store is killed before that, the restarted store gets the ids of the finished groups from the ledger.
     """
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)

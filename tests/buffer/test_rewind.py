@@ -1,4 +1,4 @@
-"""The effects on the ledger, the offers and the stores when the learner goes back to a checkpoint."""
+"""What the ledger, the log of offers and the stores do when the learner goes back to a checkpoint."""
 
 import asyncio
 from itertools import accumulate
@@ -32,7 +32,7 @@ def test_the_difference_of_two_id_sets_equals_the_difference_of_python_sets(one:
 
 
 class Life:
-    """A ledger with its running leases. ``saved`` has the version and the trained tokens of each checkpoint."""
+    """A ledger, its running leases, and a pair in ``saved`` for each checkpoint: version, number of trained tokens."""
 
     def __init__(self) -> None:
         self.ledger = self.new()
@@ -47,7 +47,7 @@ class Life:
         return DrivenLedger(StalenessRule(max_lag=MAX_LAG, groups_per_step=SIZE))
 
     def lease(self, number: int, behind: int = 0) -> None:
-        """Lease groups to an engine that is some versions ``behind`` the learner."""
+        """Lease groups to an engine. The engine's version is the learner's version minus ``behind``."""
         for lease in self.ledger.lease(max(0, self.ledger.learner_version - behind), number, owner=b"w"):
             assert (lease.group_id, lease.attempt) not in self.attempts, "no attempt of a group may be leased twice"
             self.attempts.add((lease.group_id, lease.attempt))
@@ -87,7 +87,7 @@ class Life:
         command = Rewind(version=version, incarnation=self.ledger.incarnation + 1)
         assert self.ledger.apply(command).is_new
         assert not self.ledger.apply(command).is_new
-        for lease in self.running:  # the workers report before they learn of the revocation
+        for lease in self.running:  # workers that do not know yet that their leases were revoked
             self.report(lease, refused=True)
         self.running.clear()
         assert self.ledger.learner_version == self.ledger.next_plan == version
@@ -132,7 +132,7 @@ def test_after_any_rewinds_the_account_balances_and_no_attempt_is_leased_twice(a
         if name == "rewind":
             life.check()
     life.rewind(0)
-    for _ in range(100):  # every prompt is trained, some prompts a second time
+    for _ in range(100):  # every prompt is trained, also prompts that were trained before the rewind
         life.lease(2 * SIZE)
         life.put(2 * SIZE)
         life.step(plans_ahead=False)

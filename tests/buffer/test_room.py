@@ -1,4 +1,4 @@
-"""Room in bytes: admission of groups, choice of the store, eviction, and loss of a store."""
+"""Limited bytes in the stores: which groups may begin, which store gets a group, and which groups are evicted."""
 
 from types import SimpleNamespace
 
@@ -65,7 +65,7 @@ def test_a_group_needs_no_reservation_if_it_fits_into_the_only_store():
 
 def test_a_failed_reservation_shows_that_the_stores_are_too_small_for_the_batch():
     of = ledger(0, 3, max_bytes=10)
-    first, second = of.lease(0, 3)[:2]  # the third group is in the same batch, but reserves no bytes yet
+    first, second = of.lease(0, 3)[:2]  # the third group belongs to the same batch, but has no reserved bytes yet
     of.reserve(first, 6)
     of.put(summary_of(first), num_bytes=6)
     with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):

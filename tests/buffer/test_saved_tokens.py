@@ -1,4 +1,4 @@
-"""A short run of the benchmark that measures how many saved tokens of dead workers are continued."""
+"""A short run of a benchmark. It measures how many of the tokens that dead workers saved are continued."""
 
 import pytest
 

@@ -74,7 +74,7 @@ async def test_a_server_makes_missing_keys_and_announces_its_address(
     tmp_path: Path,
 ):
     config = BufferConfig(keys=str(tmp_path / "keys"), request_timeout_s=5.0)
-    for _ in range(2):  # a restarted server keeps the keys
+    for _ in range(2):  # the second server uses the keys of the first server
         with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as process:
             assert process.connection.keys == str(tmp_path / "keys")
             client = AnyRole(process.connection.client())
@@ -168,7 +168,7 @@ async def test_a_connection_with_an_endless_message_is_closed_and_other_connecti
         channel.close()
     assert refused == ["endless"]
     assert set(arrived) == {bytes(1 << 16)}
-    assert sum(map(len, arrived)) > 1 << 20  # the bound limits each message, not their sum
+    assert sum(map(len, arrived)) > 1 << 20  # the limit is the size of one message, not of all messages
 
 
 async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]) -> None:
@@ -369,7 +369,7 @@ PLAIN = {
 
 
 def of_type(kind: Any) -> st.SearchStrategy:
-    """Return a hypothesis strategy for the values of a field. With most values, a request has an effect."""
+    """Return a hypothesis strategy for the values of a field. The values are small, so many requests have an effect."""
     match kind:
         case inspect.TupleType():
             return st.tuples(*map(of_type, kind.item_types))
@@ -390,7 +390,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """Draw an operation of any kind. If two drawn fields do not fit together, return `Stats` instead."""
+    """Draw an operation of any kind. If the drawn fields contradict each other, return `Stats` instead."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))
@@ -424,7 +424,7 @@ def test_any_frames_parse_to_messages_or_raise_a_wire_error(frames: list[bytes])
 @settings(max_examples=300)
 @given(stream=st.lists(st.tuples(operations(), st.lists(st.binary(max_size=50), max_size=3)), max_size=30))
 def test_no_request_raises_in_the_service_or_breaks_the_ledger(stream):
-    """Every request gets a reply or a protocol error, and the account still balances."""
+    """Every request gets a reply, which can be a protocol error. After all requests, the account balances."""
 
     async def ask() -> None:
         replies: list[Message] = []

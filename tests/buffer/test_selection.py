@@ -19,7 +19,7 @@ from tests.support.ledgers import ledger, summary_of
         ({}, 5, 5, True),
         ({6: 7}, 5, 5, True),
         ({6: 8}, 5, 5, False),
-        # the open groups have later deadlines, so the next step has room for a group of the old version
+        # no open group is due by version 5, so step 5 can still take a group of version 4
         ({6: 4}, 5, 4, True),
         ({5: 3, 6: 4}, 5, 4, True),
         ({5: 4}, 5, 4, False),
@@ -68,7 +68,7 @@ def test_a_batch_must_contain_the_groups_that_later_steps_cannot_take():
     rule = StalenessRule(max_lag=2, groups_per_step=3)
     # By versions 10, 11 and 12, the number of due groups is 2, 5 and 9. Each step after step 10 takes 3 groups.
     assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
-    # 7 groups are due by version 11, so step 10 needs 4, more than a batch has. In a run, admission prevents this.
+    # 7 groups are due by version 11, so step 10 must take 4. A batch has only 3, but a run never leases so many groups.
     assert rule.required({10: 2, 11: 5}, version=10) == [2, 4, 1]
 
 

@@ -103,7 +103,7 @@ async def test_waiting_workers_share_the_groups_that_may_begin():
     async with running(groups_per_step=4, max_lag=0) as run:
         workers, control = [run.client(), run.client()], run.client()
         waits = [asyncio.ensure_future(worker.lease(0, 4)) for worker in workers]
-        while (await control.stats()).leases_waiting < 2:  # each worker sends a greeting before its request
+        while (await control.stats()).leases_waiting < 2:  # wait until both requests have arrived
             pass
         await control.enqueue([prompt(i) for i in range(8)])
         assert [len(leases) for leases in await asyncio.gather(*waits)] == [2, 2]
@@ -309,7 +309,7 @@ async def test_a_plan_fails_if_the_store_is_too_small_for_a_batch():
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
         [lease] = await worker.lease(0, 1)
-        # The put waits for free bytes. Bytes become free only when a batch is consumed.
+        # The put waits for free bytes in the store, and only a commit would free bytes.
         put = asyncio.ensure_future(worker.put(rollout(lease)))
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 30)
@@ -324,7 +324,7 @@ def test_the_two_services_have_a_handler_for_every_operation():
     }
     assert {name for name, found in handlers.items() if found} == {"buffer.service", "buffer.store_servers"}
     handled = handlers["buffer.service"].keys() | handlers["buffer.store_servers"].keys()
-    assert handled == set(OPERATIONS) - {Connect, RenewKeys}  # sockets handle these two operations
+    assert handled == set(OPERATIONS) - {Connect, RenewKeys}  # the server's sockets handle these two
 
 
 def is_class_of(module, value):

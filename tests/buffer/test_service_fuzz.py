@@ -177,7 +177,7 @@ class Life:
     def an_engine_loads(self) -> None:
         """Let an engine load a newer version.
 
-        A worker that waits for a lease withdraws its request and sends a new one.
+        A worker that waits for a lease cancels its request before the engine loads the version.
         """
         if (worker := self.any_living()) is not None:
             self.withdraw(worker)
@@ -327,12 +327,12 @@ class Life:
             self.server.forget(worker.name)
 
     def a_worker_is_buried(self) -> None:
-        """Declare a worker dead some time after its death. Copies of the worker's messages may arrive later."""
+        """Declare a worker dead some time after its death. Late copies of its messages can arrive even after that."""
         if dead := [worker for worker in self.workers if worker.is_dead]:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
     def bury(self, worker: WorkerModel, share: float) -> None:
-        """Declare a worker dead. The controller knows the fraction ``share`` of the worker's generated tokens."""
+        """Declare a worker dead. The controller knows only the fraction ``share`` of the tokens that it generated."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
             number = self.control(operations.Bury(worker.name.hex(), known)).value
@@ -347,7 +347,7 @@ class Life:
             self.planning = self.send(CONTROLLER, commands.PlanBatch(self.version + len(self.planned)))
 
     def take_plan(self) -> None:
-        """Read the answer to the controller's request for a batch, and check the bound on the lag."""
+        """Read the answer to the controller's request for a batch. Check that no lag exceeds ``max_lag``."""
         reply = self.server.replies.pop((CONTROLLER, self.planning), None)
         if reply is None:
             return
@@ -380,7 +380,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """Count the tokens of all trained groups. ``is_reuse`` counts each use of a group except its first use."""
+        """Count the tokens of trained groups. With ``is_reuse``, count them once per further use of the group."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
@@ -400,7 +400,7 @@ class Life:
         self.enqueue([*range(self.num_prompts)])
 
     def batches_are_lost(self) -> None:
-        """Report that ranks did not find some groups of a batch. This batch and all later ones are planned again."""
+        """Report that ranks did not find some groups of a batch. This batch and all later batches are planned again."""
         if not self.planned or self.planning:
             return
         first = self.rng.choice([*self.planned])
@@ -418,7 +418,7 @@ class Life:
     def the_server_is_killed(self) -> None:
         self.server.kill()
 
-    # A whole life
+    # The whole run
 
     async def run(self) -> None:
         for _ in range(self.size * 3):
@@ -458,7 +458,7 @@ class Life:
         self.advance(2 * LEASE_S)
 
     def must_make_a_step(self) -> None:
-        """Check that a batch is made, if engines serve the learner's version and prompts are queued."""
+        """Let all workers serve the learner's version, queue prompts, and check that a batch can then be planned."""
         for _ in range(60):
             if not self.stats().groups["queued"]:
                 self.prompts_come()

@@ -19,7 +19,7 @@ _BYTES_PER_TOKEN = 12
 class _Lane:
     """One direction of a slow link.
 
-    Pieces of data pass in order of arrival, so a heartbeat does not wait for a whole payload.
+    Payloads are sent in pieces, so a heartbeat does not wait until a whole payload is sent.
     """
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -34,7 +34,7 @@ class _Lane:
 
 
 class SlowLink:
-    """Forwards the sockets of a server. In each direction, all connections together transfer ``bytes_per_s``."""
+    """A proxy for a server. Per direction, all connections together transfer at most ``bytes_per_s``."""
 
     def __init__(self, server: BufferServer, *, bytes_per_s: float, latency_s: float) -> None:
         self._folder = make_socket_folder()

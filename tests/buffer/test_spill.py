@@ -64,7 +64,7 @@ def servers() -> list[psutil.Process]:
 
 
 def memory() -> int:
-    """Return the resident bytes of all servers, excluding pages of files."""
+    """Return the memory (RSS) of all servers in bytes, without memory that maps files."""
     return sum(one.memory_info().rss - one.memory_info().shared for one in servers())
 
 
@@ -110,7 +110,7 @@ async def test_memory_stays_within_the_bound_and_fetched_groups_are_unchanged(tm
 
 
 async def disk_bytes_become(control, expected) -> int:
-    """Wait until ``expected`` is true for the number of bytes on disk. Returns this number."""
+    """Wait until ``expected(number of bytes on disk)`` is true. Returns this number."""
     deadline_s = time.monotonic() + 30
     while not expected(on_disk := (await control.stats()).disk_bytes):
         assert time.monotonic() < deadline_s, on_disk
@@ -155,7 +155,7 @@ async def test_a_restarted_server_keeps_the_bound_on_memory(tmp_path):
 
 
 def wait_for_one_pair(directory: Path) -> None:
-    """Wait for the end of a compaction, when the journal has only one frames file."""
+    """Wait until a compaction has ended: the journal then has only one frames file."""
     deadline = time.monotonic() + 30
     while len([*directory.glob("journal.*.frames")]) > 1:
         assert time.monotonic() < deadline

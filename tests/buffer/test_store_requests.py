@@ -27,7 +27,7 @@ ON_HOSTS = {"stores_on": StoresOn.hosts}
 
 @dataclass
 class Hosts:
-    """A buffer with store servers on this event loop. Each store server has joined as the store of a host."""
+    """A buffer with store servers on this event loop. Each store server acts as the store of another host."""
 
     run: Running
     control: AnyRole
@@ -43,7 +43,7 @@ class Hosts:
         return self.run.client(host=host, **options)
 
     async def held_by(self, host: str) -> dict[int, set[int]]:
-        """Return a dict from each group of 0 to 7 in a host's store to the group's attempts there."""
+        """Return a dict from group to attempts: the payloads in a host's store. Looks only for the groups 0 to 7."""
         link = self.control.store_link(self.stores[host].address)
         held: dict[int, set[int]] = {}
         for group_id, attempt in product(range(8), range(3)):
@@ -98,7 +98,7 @@ async def test_a_group_stays_on_the_host_of_its_worker_until_its_batch_is_commit
         assert [group.group_id for group in fetched] == ids
         await of.control.commit(0)
         async with asyncio.timeout(10):
-            # the server answers a commit before it tells the stores to drop the groups
+            # wait, because the server answers the commit before the stores drop the groups
             while await of.held_by("a") or await of.held_by("b"):
                 await of.control.stats()
 
@@ -183,7 +183,7 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         await a.put(rollout(again))
         assert (await of.control.commit(0)).tokens_trained == 10
-        await of.control.lose(first)  # a late report about consumed groups has no effect
+        await of.control.lose(first)  # these groups are consumed, so the late report has no effect
         second = [group.group_id for group in (await of.control.plan(1)).groups]
         assert set(second) < {0, 1, 2, 3, 4} - set(first)
         stats = await of.control.commit(1)
@@ -191,9 +191,9 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
 
 
 async def test_if_a_store_with_groups_of_two_batches_dies_each_batch_is_planned_once_more():
-    """Two batches are planned. Each batch has one group in a store that then dies.
+    """After two batches are planned, a store dies. It held one group of each batch.
 
-    The learner reports only the missing group of the first batch.
+    The learner reports only the lost group of the first batch.
     """
     async with hosts("a", "b", max_lag=3) as of:
         a, b = of.worker("a"), of.worker("b")
@@ -239,7 +239,7 @@ async def test_a_put_to_a_store_that_does_not_answer_ends_at_its_deadline():
 
 
 def hold_payloads(worker: AnyRole, monkeypatch, *, before: Step = _go_on, after: Step = _go_on) -> None:
-    """Call ``before`` and ``after`` around each transfer of a payload from a worker to a store."""
+    """Call ``before()`` before each transfer of a payload from the worker to a store, and ``after()`` after it."""
     send = worker.connection.call_with_payload
 
     async def call_with_payload(operation, *arguments, **options):
@@ -277,16 +277,16 @@ async def test_a_worker_sends_a_payload_again_if_the_store_lost_it_before_the_pu
 
 @asynccontextmanager
 async def put_while_its_store_restarts(monkeypatch, when: str):
-    """Put a group. Its store restarts at the moment ``when``: ``before`` or ``after`` the transfer of the payload.
+    """Put a group, and restart its store. ``when`` says at which moment: ``before`` or ``after`` the payload is sent.
 
-    The put is reported to the ledger first. Then the restarted store reports which groups it lacks.
+    The worker reports the put to the ledger. Only then does the restarted store report which groups it lacks.
     """
     reconcile, answered, asked, reported = StoreLinks.reconcile, [], asyncio.Event(), asyncio.Event()
 
     async def answer(*arguments) -> tuple[int, ...]:
         missing = await reconcile(*arguments)
         answered.append(missing)
-        if len(answered) > 1:  # the store gave the first answer at its start
+        if len(answered) > 1:  # the first answer was for the first start of the store
             asked.set()
             await reported.wait()
         return missing
@@ -345,7 +345,7 @@ ENDS = ["expired", "silent", "buried", "released", "too old", "rewound"]
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
-    """The store has room for one payload, so it must drop the old payload before it stores another one."""
+    """The store has room for one payload. So it can store the next payload only if it drops the old payload."""
     times = {"lease_s": 0.5 if end == "expired" else 600.0, "heartbeat_s": 0.1 if end == "silent" else 5.0}
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200, max_lag=2, **times) as of:
         a, other = of.worker("a"), of.worker("a")
@@ -354,7 +354,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            await a.connection.close()  # the worker does not tell the server that it ends
+            await a.connection.close()  # the server does not learn of this, and gets no heartbeats any more
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":
@@ -372,9 +372,9 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
 
 
 async def test_a_store_drops_the_payload_of_an_ended_attempt_that_it_reported_as_missing():
-    """During the transfer of a payload, the store reports to the ledger that it lacks the payload.
+    """While a worker sends a payload, the store reports to the ledger that it does not have the payload.
 
-    Then the worker becomes silent, and its attempt ends.
+    Then the worker is declared dead, and its attempt ends.
     """
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")

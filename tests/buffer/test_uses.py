@@ -47,7 +47,7 @@ def test_a_further_use_has_the_deadline_of_the_first_use():
     of = using(max_lag=2, size=1, max_uses=3)
     generate(of, 1)
     of.step()
-    generate(of, 1)  # the new group has a later deadline than the trained group
+    generate(of, 1)  # this group is due one version later than the trained group
     assert {group.group_id: group.deadline for group in of.groups.of_state(GroupState.stored)} == {0: 2, 1: 3}
     assert of.plan(1).groups[0].num_uses == 1
 

@@ -1,4 +1,4 @@
-"""A prompt that kills its workers is dropped. Other prompts are not dropped."""
+"""The buffer drops a prompt whose workers die again and again. It does not drop other prompts of these workers."""
 
 import pytest
 from hypothesis import given, settings

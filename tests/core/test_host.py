@@ -1,4 +1,4 @@
-"""A process reuses freed memory (measured by page faults), and its sockets have short paths."""
+"""How a process uses its host: it reuses freed memory (the test counts page faults), and socket paths are short."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def first_touches(how: str) -> int:
 def test_freed_memory_is_used_again_without_new_pages():
     one_round = NUM_BLOCKS * BLOCK_PAGES
     assert first_touches("keep") < one_round / 8
-    assert first_touches("default") > one_round  # without `keep_freed_memory`, the program gets new pages
+    assert first_touches("default") > one_round  # without `keep_freed_memory`, the kernel gives new pages
 
 
 @pytest.mark.parametrize(("length", "is_used"), [(70, True), (71, False)])

@@ -1,4 +1,4 @@
-"""Images as columns: positions on three axes, one copy per group, and the model's own image processor."""
+"""Images of trajectory groups: position ids on three axes, one copy per group, and the model's image processor."""
 
 from __future__ import annotations
 

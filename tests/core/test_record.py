@@ -19,7 +19,7 @@ def written(folder):
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """After each test, stop receipts and stack traces. `record.start` starts both, even if the profile is disabled."""
+    """After each test, stop what `record.start` began. Even without a profile, it starts receipts and stack traces."""
     yield
     record.stop()
 

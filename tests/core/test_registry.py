@@ -33,7 +33,7 @@ def long_name(inputs, config):
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    undo_registrations(monkeypatch, LOSSES)  # the import of the file below registers losses
+    undo_registrations(monkeypatch, LOSSES)  # importing the file below registers losses
     path = tmp_path / "own_losses.py"
     path.write_text(OWN.replace("{tag}", tmp_path.name))
     return path

@@ -72,7 +72,7 @@ def test_a_deadline_error_names_a_process_that_writes_no_stacks_and_its_state(ch
 
 
 def test_an_ended_process_is_not_asked_for_stacks_and_its_empty_file_is_removed(child, listening):
-    stranger = listening / f"engine-0-{os.getppid()}.log"  # this process id now belongs to another process
+    stranger = listening / f"engine-0-{os.getppid()}.log"  # as if the process had ended and another one had its id
     stranger.touch()
     assert "no answer" not in str(stacks.missed("waited 1 s"))
     assert stranger.read_text() == ""

@@ -1,4 +1,4 @@
-"""Trees of turns and their columns: trained tokens, shared tokens, and errors."""
+"""Trees of turns, and the columns that store them: which tokens are trained or shared, and which trees are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_prompt_and_one_sampled_turn_are_the_smallest_tree() -> None:
 
 
 def test_every_sampled_turn_is_trained_exactly_once_in_any_tree() -> None:
-    # The tree has three branches: prompt-a-tool-b, prompt-a-tool-c, and r-d from a new root. So a is on two branches.
+    # The tree has three branches: prompt-a-tool-b, prompt-a-tool-c, and r-d from a new root. Two branches share turn a.
     tree = Trajectory(
         turns=(
             PROMPT,
@@ -188,5 +188,5 @@ def test_columns_that_do_not_match_are_refused(change, message: str) -> None:
 
 def test_the_example_of_a_tree_in_the_documentation_is_correct() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
-    tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the second code block needs an exported file
+    tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the second block needs a file
     exec(compile(tree, "docs/trajectories.md", "exec"), {})

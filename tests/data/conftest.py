@@ -24,8 +24,8 @@ def tokenizer(tmp_path_factory):
 def chat_tokenizer(tokenizer, monkeypatch):
     """Return the tokenizer with a chat template.
 
-    The template writes the contents of the messages. It adds ``9`` if the option ``shout`` is set. The generation
-    prompt is ``=``.
+    The template writes the contents of the messages, and adds ``9`` if the option ``shout`` is set. It writes ``=`` as
+    the generation prompt.
     """
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     return tokenizer

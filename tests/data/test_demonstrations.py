@@ -40,7 +40,7 @@ def write(tmp_path):
 
 
 def shown(demonstration):
-    """Return the words of a demonstration. A word that is in the loss is in capitals."""
+    """Return a demonstration as text. Words in capitals are in the loss."""
     words = [WORDS[index] for index in demonstration.token_ids]
     return " ".join(w.upper() if m else w for w, m in zip(words, demonstration.learned, strict=True))
 

@@ -27,7 +27,7 @@ def vision_tokenizer(model_path):
 
 @pytest.fixture
 def read(tmp_path, model_path, vision_tokenizer):
-    """Return a function that reads rows of a jsonl file, or columns of a parquet file."""
+    """Return a function that writes data to a file and reads it: rows to a jsonl file, columns to a parquet file."""
 
     def make(rows, *, max_pixels=4096, images=True, **options):
         if isinstance(rows, dict):

@@ -1,4 +1,4 @@
-"""Samplers depend only on their seed and on the outcomes of groups. They continue from their saved state."""
+"""A sampler's choice depends only on its seed and on outcomes of groups. A sampler continues from its saved state."""
 
 import json
 from collections import Counter

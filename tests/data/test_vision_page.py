@@ -1,4 +1,4 @@
-"""The example rows of docs/vision.md can be read, and its options exist."""
+"""The example rows of docs/vision.md can be read, and the options on this page exist."""
 
 import re
 import subprocess

@@ -355,7 +355,7 @@ async def test_a_failed_turn_has_an_http_status_and_the_client_does_not_retry(ta
     with caplog.at_level(logging.CRITICAL), pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="policy", messages=[USER])
     assert (caught.value.status_code, caught.value.code, len(talking.turns.requests)) == (status, kind, 1)
-    with pytest.raises(openai.APIError, match=str(error)):  # the stream has already sent status 200
+    with pytest.raises(openai.APIError, match=str(error)):  # the status is 200: the answer began before the error
         async for _ in await client.chat.completions.create(model="policy", messages=[USER], stream=True):
             pass
 

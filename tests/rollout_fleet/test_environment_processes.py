@@ -486,7 +486,7 @@ async def test_running_episodes_fail_at_the_close_and_no_episode_begins_later(ag
 
 @pytest.mark.long
 async def test_each_of_200_episodes_has_one_outcome_or_one_failure_and_leaves_no_processes(agents, tmp_path):
-    """Six of each 20 episodes have a fault, for example a leak. Four other faults, for example a crash, occur once."""
+    """Six of each 20 episodes have a fault, for example a leak. Each of four other faults occurs in one episode."""
     kinds = ["hang in a tool", "leak", "wrong key", "cancel", "exit", "raise", *[""] * 14]
     limits = {"tool_timeout_s": 1.0, "blocked_timeout_s": 5.0, "memory_limit_gb": 0.4, "processes": 2}
     ended, failed, cancelled = [], [], []

@@ -47,7 +47,7 @@ class Engine:
     num_written: int = 0
 
     def finish(self, episode: Episode) -> None:
-        """Answer the episode's requests until no turn runs."""
+        """Answer the episode's requests until all turns are finished."""
         while requests := episode.next_requests():
             for request in requests:
                 episode.take(request.id, self.answer(request.prompt_ids, request.sampling.max_new_tokens))
@@ -156,7 +156,7 @@ def as_stored(trajectory: Trajectory) -> Trajectory | None:
 
 
 def check(episode: Episode, engine: Engine) -> None:
-    """Check that each token is trained in the context in which the engine sampled it, and is trained only once."""
+    """Check that each token is trained exactly once, with the same preceding tokens as when it was sampled."""
     trajectory = episode.trajectory(1.0)
     if not any(turn.sampled for turn in trajectory.turns):
         assert episode.num_tokens == 0
@@ -318,7 +318,7 @@ def test_a_changed_request_drops_the_recorded_turns_after_it_only_in_its_branch(
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
         (
             EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
-            "used 13 of max_tree_tokens = 12",  # the running path has 6 tokens, the new path 7
+            "used 13 of max_tree_tokens = 12",  # the path of the running turn has 6 tokens, the new path 7
         ),
     ],
 )

@@ -313,7 +313,7 @@ async def test_recorded_tokens_that_differ_from_the_new_attempt_are_dropped_and_
 
 
 async def test_tokens_of_an_attempt_without_replay_are_counted_once_if_the_next_one_stops_early(make_buffer):
-    """Each attempt starts without saved turns. The second attempt stops with fewer tokens than the first attempt."""
+    """No attempt uses saved turns. The second attempt is stopped after fewer tokens than the first attempt."""
     buffer = make_buffer(1)
     generated = []
 

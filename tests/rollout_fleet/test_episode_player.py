@@ -112,7 +112,7 @@ def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next
 
 
 def writes(next_token: Next, stop_id: int) -> Script:
-    """Return a script for the scripted engine: it writes the tokens of ``next_token`` until the token ``stop_id``."""
+    """Return a script for the scripted engine. It calls ``next_token`` for each token until the token ``stop_id``."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         context = request.prompt_ids.tolist()
@@ -378,7 +378,7 @@ async def test_trained_tokens_of_the_search_agent_are_the_sampled_tokens_while_w
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         if len(request.prompt_ids) > first_turn and (moment := moments.get(next(num_later))) is not None:
-            moment.set()  # change the weights during a turn whose prompt has sampled tokens
+            moment.set()  # this turn's prompt contains sampled tokens; change the weights while the turn runs
         return write(request, version)
 
     async with playing(config, buffer, script, model) as loop:

@@ -1,4 +1,4 @@
-"""A running episode: cached prompt tokens, the description of the episode, refused tokens, and counts."""
+"""What a running episode counts, describes and refuses: cached tokens, turns, invalid token ids, wrong keys."""
 
 import asyncio
 import json

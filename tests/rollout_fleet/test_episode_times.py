@@ -1,4 +1,4 @@
-"""How an episode spends each second: generation, queue, tools or environment."""
+"""The seconds that an episode spends in the engine's queue, in generation, in tools and in its environment."""
 
 from dataclasses import asdict
 

@@ -90,7 +90,7 @@ async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 @pytest.mark.slow
 async def test_an_unmodified_environment_of_verifiers_runs(full_python, tmp_path, monkeypatch):
-    """The agent is a program. The package `verifiers` starts it with `uv`, which installs the program's packages."""
+    """The agent is a program. The package `verifiers` starts the program with `uv`, which installs its packages."""
     (tmp_path / "addition.py").write_text(ADDITION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -110,7 +110,7 @@ async def test_an_unmodified_environment_of_verifiers_runs(full_python, tmp_path
 
 @pytest.mark.slow
 async def test_real_mcp_servers_and_a_gymnasium_game_are_played(full_python, tmp_path):
-    """The episode starts one MCP server itself. Another MCP server listens on loopback; the test kills it later."""
+    """The episode starts one MCP server. The test starts another MCP server on loopback, and kills it later."""
     (tmp_path / "server.py").write_text(MCP_SERVER)
 
     def doubles(body):

@@ -1,4 +1,4 @@
-"""The limit of groups per engine changes with the load that the engine reports, but stays within its bounds."""
+"""The limit of groups per engine depends on the load that the engine reports. It stays between min and max."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ FULL = EngineLoad(num_running=4, num_waiting=0, cache_use=0.95)
 
 
 def limits(limit: GroupLimit, *loads: EngineLoad) -> list[int]:
-    """Return the limit after each reported load. The worker always has as many groups as the limit allows."""
+    """Return the limit after each reported load. The worker always runs as many groups as the limit permits."""
     values = []
     for load in loads:
         limit.note(load, num_held=limit.value)

@@ -43,7 +43,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 
 async def test_a_loop_that_was_stopped_before_its_start_never_runs(make_buffer):
-    """If a worker restarts while its run stops, several parts of the run stop the worker's loop."""
+    """If a worker restarts while the run stops, several parts of the run call `stop` of the worker's loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     loop = make_loop(buffer, engine)
@@ -105,7 +105,7 @@ async def test_a_loop_runs_at_most_groups_in_flight_groups(make_buffer):
 
 
 async def test_a_loop_never_requests_leases_for_zero_groups(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # one free slot, then none
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # one slot is free at the first read, none at the second
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -476,7 +476,7 @@ async def test_no_group_runs_on_a_released_device_until_the_next_load(make_buffe
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == set()  # the release must not abort requests
+        assert buffer.held == set()  # the loop must wait for its groups, not abort them
         assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)

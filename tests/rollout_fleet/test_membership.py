@@ -1,4 +1,4 @@
-"""Joining and leaving a fleet: requests from commands to a run, the roster, and runs that do not answer."""
+"""Workers join and leave a fleet. Tests of the commands, of the roster, and of runs that do not answer."""
 
 import asyncio
 import json
@@ -120,7 +120,7 @@ ranks = st.integers(0, 12)
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """Simulates joins, arrivals, departures and deaths of workers in any order. Records every use of a rank."""
+    """Calls the methods of a roster in any order: join, arrived, leave, gone. ``lives`` lists each rank given out."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The counters of a rollout worker, and the profile events that it records about its engine."""
+"""The counters of a rollout worker, and the events about its engine that the worker records for the profile."""
 
 import pytest
 
@@ -55,7 +55,7 @@ async def test_the_trace_records_how_many_slots_of_an_engine_are_in_use(recorded
     assert max(level.value for level in levels["settling"]) > 0
     for time in {level.time for level in trace.levels}:
         assert sum(trace.level_at(name, "engine-0", time) for name in ("running", "tail")) <= 12
-    for settling in levels["settling"]:  # at each time, the worker records "settling" last
+    for settling in levels["settling"]:  # the worker records "running" and "tail" before "settling"
         assert sum(trace.level_at(name, "engine-0", settling.time) for name in ("running", "tail", "settling")) <= 12
     assert [level.value for name in ("running", "tail", "settling") for level in levels[name][-1:]] == [0, 0, 0]
     for group in range(12):

@@ -155,7 +155,7 @@ def test_a_warning_names_a_template_whose_tool_calls_the_parser_cannot_read(tmp_
 
 
 def test_a_renderer_finds_the_parser_for_the_tool_calls_of_its_template(tmp_path):
-    """The template writes tool calls in the format of Qwen3.5, but the library has no renderer for this template."""
+    """The template writes tool calls in the format of Qwen3.5. The package `renderers` does not know this template."""
     parameters = "{%- for name in call.function.arguments %}{{- '<parameter=' + name + '>\n' }}"
     parameters += "{{- call.function.arguments[name] + '\n</parameter>\n' }}{%- endfor %}"
     begun = "'\n<function=' + call.function.name + '>\n' }}" + parameters + "{{- '</function>\n'"

@@ -129,7 +129,7 @@ def test_the_code_of_a_response_is_its_last_fenced_block():
 
 @pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
 def test_the_code_after_a_very_long_line_is_found_in_linear_time(text):
-    """A regular expression would need half a minute to find the code in this text, longer than a reward's deadline."""
+    """A regular expression would need half a minute for this text. The deadline of a reward is shorter."""
     assert code_of(text) == text
 
 

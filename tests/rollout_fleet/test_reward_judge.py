@@ -17,7 +17,7 @@ def prompt_of(**fields):
 
 
 class ScriptedJudge:
-    """A server of OpenAI's chat completions with scripted answers. The last answer is used for all later requests."""
+    """A server for OpenAI's chat completions with scripted answers. It repeats the last answer for later requests."""
 
     def __init__(self, *script):
         self.script = list(script)

@@ -73,7 +73,7 @@ REWARDS.register("by another name")(length)
 
 
 class TextScorer(RewardProcesses):
-    """Reward processes that score texts. The texts become rollouts with one answer each."""
+    """Reward processes that score texts. Each text is scored as the answer of a rollout."""
 
     async def score(self, prompt, texts, *, may_fail=False):
         scores = await super().score(prompt, [Rollout.answer(text) for text in texts], may_fail=may_fail)

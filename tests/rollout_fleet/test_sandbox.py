@@ -24,7 +24,7 @@ ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 
 
 def _python_of(kind: SandboxKind) -> str:
-    # Without namespaces, root's programs run as another user, who cannot enter the folder of this interpreter.
+    # Without namespaces, root starts the program as another user. This user cannot read the folder of this Python.
     return SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
 
 
@@ -105,7 +105,7 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    # For users other than root, the limit also counts the user's other processes, whose number changes.
+    # If the user is not root, the limit includes all other processes of the user, and their number changes.
     if kind is SandboxKind.limits and os.geteuid() != 0:
         assert count <= 11 + OTHERS_PROCESSES
     else:
@@ -396,7 +396,7 @@ time.sleep(0.2)
     sandbox = _sandbox(kind)
     results = await asyncio.gather(*(sandbox.run(code, limits=SandboxLimits(processes=8)) for _ in range(8)))
     if kind is SandboxKind.limits and os.geteuid() != 0:
-        return  # all programs of a user share one limit, so some can fail
+        return  # one limit holds for all programs of the user, so some can fail
     assert [(result.exit_status, result.stderr) for result in results] == [(0, "")] * 8
 
 

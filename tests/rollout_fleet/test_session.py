@@ -131,9 +131,9 @@ async def test_a_session_counts_branches_by_their_cause_when_the_history_changes
 
 
 async def test_a_session_counts_the_tokens_of_each_answer_that_a_branch_renders_again(renderers):
-    """In the branch, the first answer keeps its sampled tokens, and later answers are rendered again from their text.
+    """A client edits a message after the first answer. This makes a branch, in which later answers are encoded again.
 
-    The second and the third answer have equal texts but different tokens.
+    The tokens of these answers are counted. The second and the third answer have equal texts but different tokens.
     """
     answers = ["Warm.<|im_end|>", "it is warm<|im_end|>", "it is warm<|im_end|>", "Yes.", "Yes."]
     talk = Talk(renderers("chatml"), *answers)
@@ -300,7 +300,7 @@ KIMI = (
 
 
 async def test_a_tool_call_has_the_id_that_the_policy_wrote_if_the_id_is_unique(tmp_path):
-    """Kimi K2's policies write the ids of tool calls. The chat template repeats each id before the tool's result."""
+    """Kimi K2's policies write the ids of tool calls. The chat template writes the same id before the tool's result."""
     path = save_chat_model(tmp_path, "chatml")
     tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in KIMI])
@@ -401,7 +401,7 @@ async def test_a_text_request_continues_the_tokens_of_an_earlier_text(renderers)
 
 
 async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(renderers):
-    """A client applies the chat template itself. Its text contains the end token that the last answer did not have."""
+    """A client applies the chat template itself. It adds the end token, which is not in the text of the answer."""
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
     text = talk.renderer.tokenizer.decode(talk.prompt.prompt_ids.tolist())
     (first,) = await talk.session.complete(TextRequest(prompt=text))

@@ -1,4 +1,4 @@
-"""The calls of the SGLang engine to its server, and the order of the calls. The server only records the calls."""
+"""The calls of the SGLang engine to its server, and their order. In these tests, the server only records calls."""
 
 from __future__ import annotations
 
@@ -480,7 +480,7 @@ def test_tokens_that_an_abort_in_the_queue_repeats_are_counted_once():
     ("ids", "reason"), [([5, 1], "stop"), ([5, 9], "stop"), ([5, 2, 3], "stop"), ([5, 2], None), ([], None)]
 )
 async def test_a_sample_that_ends_in_the_step_of_its_abort_has_a_finish_reason(server, tmp_path, ids, reason):
-    """The server reports an abort although the sample has ended. The engine must not continue the sample."""
+    """The server reports an abort, but the sample had already ended. The engine must not continue the sample."""
     engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
     server.events = []
     await engine.start()

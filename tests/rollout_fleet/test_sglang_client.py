@@ -20,7 +20,7 @@ from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServe
 
 
 class ResettingServer:
-    """A server that answers the first request of a connection with ``{}``. The second request resets the connection."""
+    """A server that answers the first request of a connection with ``{}``. The second one gets a reset."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -141,7 +141,7 @@ def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_pa
 
 
 class AnsweringServer:
-    """A server that gives every request the same status and body, in small parts. Then it closes the connection."""
+    """A server that sends the same answer to every request, in small parts. Then it closes the connection."""
 
     def __init__(self, body: bytes, *, status: int = 200, part_bytes: int = 1 << 20) -> None:
         self.body, self.status, self.part_bytes = body, status, part_bytes

@@ -209,7 +209,7 @@ def test_the_error_for_float32_on_cuda_names_the_option(make_server, dtype):
     message = "rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got float"
     with pytest.raises(ValueError, match=message):
         RolloutFleetConfig(device=EngineDevice.cuda, sglang=SGLangConfig(dtype=dtype))
-    with pytest.raises(ValueError, match=message):  # the server detects the device itself
+    with pytest.raises(ValueError, match=message):  # this config does not name the device, so the server checks
         make_server("", device=EngineDevice.cuda, config=SGLangConfig(dtype=dtype))
     RolloutFleetConfig(device=EngineDevice.cuda, engine=EngineKind.transformers, sglang=SGLangConfig(dtype=dtype))
 

@@ -92,7 +92,7 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
     [
         ("qwen3", True, True),
         ("gemma3_text", True, True),  # the attention window is shorter than a prompt
-        ("gpt2", True, True),  # positions are learned
+        ("gpt2", True, True),  # the position embeddings are learned
         ("deepseek_v3", True, True),
         ("lfm2", False, True),  # the cache contains the state of a convolution
         ("openai-gpt", False, True),  # the model has no cache
@@ -119,7 +119,7 @@ def test_sharing_prompts_and_dropping_finished_rows_does_not_change_log_probs(tm
 
 
 def batch_sizes(model):
-    """Record the number of rows of each further forward pass. Returns the list of these numbers."""
+    """Return a list. From now on, each forward pass appends its number of rows to the list."""
     sizes = []
     model.model.register_forward_pre_hook(
         lambda _, __, options: sizes.append(len(options["input_ids"])), with_kwargs=True
@@ -171,7 +171,7 @@ def test_the_check_at_a_load_drops_rows_even_if_every_token_is_an_end_token(tmp_
 def test_a_sample_near_the_last_position_does_not_fail_in_a_batch_with_new_samples(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
-    # The keys are prompt lengths, the values are limits of new tokens. Two samples end at the last position, 256.
+    # The dict maps prompt lengths to limits of new tokens. Two samples end at the model's last position, 256.
     lengths = {5: 100, 250: 6, 246: 10, 7: 100}
     requests = [
         SampleRequest(

@@ -32,7 +32,7 @@ from tests.support.rollout import InMemoryBuffer, make_loop
 from tests.support.scripted_turns import ScriptedTurns
 from tests.support.vision_models import as_png, picture, write_vision_model
 
-IMAGE = 5  # the id of the placeholder token for one part of an image
+IMAGE = 5  # id of the token that stands for one part of an image
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def reader(model_path):
 
 
 def request_of(reader, name, *seeds, width=16, length=3, **sampling):
-    """Return a request whose prompt has an image for each seed, and ``length`` tokens before each image."""
+    """Return a request. Its prompt has one image per seed in ``seeds``, and ``length`` tokens before each image."""
     ids, images = [], []
     for seed in seeds:
         image = reader.image(as_png(picture(seed, width=width)), "image")
@@ -80,8 +80,8 @@ def forward_logprobs(model, reader, request, tokens):
 def make_requests(reader, name):
     """Return requests for four prompts.
 
-    The first two prompts have equal tokens but different images, so an engine must not share their caches. The third
-    prompt has two images. The fourth prompt has only text.
+    The first two prompts have equal tokens but different images, so an engine must not use the KV cache of one for the
+    other. The third prompt has two images. The fourth prompt has only text.
     """
     return [
         *(request_of(reader, f"{name}-a-{i}", 0) for i in range(4)),

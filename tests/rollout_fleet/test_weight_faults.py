@@ -1,4 +1,4 @@
-"""After any fault in a weight update on real SGLang servers, no token comes from weights that were not verified.
+"""After a fault in a weight update on a real SGLang server, the engine returns no token of unverified weights.
 
 In each test, two engines load the same weights while requests run, and one update fails. The engine with
 the failed update must end within its deadline, with an error that names the engine. The other engine continues.
@@ -66,7 +66,7 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# Signals have no row "after" a call, because a signal after a call is also a signal before the next call.
+# There is no row for a signal after a call, because it would be the same as a signal before the next call.
 # SIGKILL comes last, because the test must start the killed server again.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
@@ -99,7 +99,7 @@ class Servers:
 
     @contextlib.asynccontextmanager
     async def failing_engine(self):
-        """Yield another engine on the first server. A proxy between them can make calls fail."""
+        """Yield another engine on the first server. The proxy between engine and server can make calls fail."""
         if self.owner.server.guard.returncode is not None:
             await self.owner.stop()
             self.owner = self._engine(0)
@@ -118,7 +118,7 @@ class Servers:
     async def _end_session(self):
         """End the weight update that the failed load left open on the server.
 
-        A server that was paused by SIGSTOP possibly begins this update only after it continues.
+        If SIGSTOP paused the server, the server possibly begins the update late. So the method tries several times.
         """
         post = partial(self.owner.client.call, "POST")
         for _ in range(MAX_ENDS):
@@ -171,7 +171,7 @@ def fault_of(servers, fault, seed):
     delay_s = random.Random(seed).uniform(0, 0.02)
 
     async def send_signal():
-        await asyncio.sleep(delay_s)  # meanwhile the server works on the call
+        await asyncio.sleep(delay_s)  # the server begins to work on the call
         processes = server_processes(servers.owner)
         for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the other processes
             process.send_signal(signal.Signals[fault])
@@ -190,7 +190,7 @@ async def failure_of(engine, offer, running):
         await engine.load_weights(offer)
     with pytest.raises(AsyncRLError) as failure:
         await engine.wait_failed()
-    with contextlib.suppress(AsyncRLError):  # a server that was not paused can answer
+    with contextlib.suppress(AsyncRLError):  # ``running`` may end with or without an error
         await asyncio.wait_for(running, 10)
     for refused in (answer(engine, requests_of(1)), engine.load_weights(offer)):
         with pytest.raises(AsyncRLError, match=re.escape(str(failure.value)[:60])):
@@ -199,7 +199,7 @@ async def failure_of(engine, offer, running):
 
 
 async def load_under_load(engine, offer):
-    """Load weights while requests run. Returns the answers to requests before and after the load."""
+    """Load weights while requests run, and send more requests afterwards. Returns pairs of request and answer."""
     before, after = (requests_of(2, 2, max_new_tokens=60, temperature=1.2) for _ in range(2))
     running = asyncio.create_task(answer(engine, before))
     await until_writing(engine)
@@ -246,7 +246,7 @@ async def test_no_token_of_unverified_weights_is_accepted(servers, monkeypatch, 
     assert took_s < 3 * DEADLINE_S + GRACE_S
     before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
     assert list(dict.fromkeys(made))[: len(before)] == before
-    # A signal can come too late: the server has already answered, and the engine has made its next call.
+    # If a signal arrives late, the server has already answered, and the engine has made its next call.
     may_be_made = {*before, *TOGETHER.get(step, ())}
     assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"too many calls: {made}"
     assert servers.other.version == offer.version
@@ -312,7 +312,7 @@ async def failure_or_nothing(engine, offer):
 
 
 def held_failure(who, moment, fault):
-    """Return a pattern for the error message. If the load can succeed, the pattern also matches an empty message."""
+    """Return a pattern for the error message. If the load possibly succeeds, an empty message matches, too."""
     if who == "engine":
         return FAILURES[fault]
     gone = "is no longer sent: (nobody|another sender) listens at 127"

@@ -1,4 +1,4 @@
-"""The rollout worker as a plain object without Ray: how its parts work together, and in which order they close."""
+"""The rollout worker as an object without Ray. The tests check how its parts work together and how they are closed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_drained_worker_still_answers_held_out_prompts_and_stores_the_an
 async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs(
     make_worker, make_buffer, make_prompts, model_path, tmp_path, monkeypatch
 ):
-    """A signal or the death of a learner rank ends the evaluation of a colocated run before it has all answers."""
+    """In a colocated run, a signal or the death of a learner rank can end an evaluation before all answers arrive."""
     begun, engines, generate = asyncio.Event(), [], TransformersEngine.generate
 
     def generated(engine, requests):

@@ -1,4 +1,4 @@
-"""A rollout loop ends while it holds leases of a real buffer. The account must include the tokens of its samples."""
+"""A rollout loop ends while it has leases from a real buffer. The account must include the tokens of its samples."""
 
 import asyncio
 import signal
@@ -42,7 +42,8 @@ def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
 async def test_the_account_balances_if_the_buffer_is_paused_while_a_worker_stops(tmp_path: Path):
     """The buffer server is paused while the worker releases its leases, so the worker gets no answer.
 
-    When the server continues, it processes the releases. The controller declares the worker dead with its token count.
+    When the server continues, it processes the releases. Then the controller declares the worker dead, and states how
+    many tokens the worker has generated.
     """
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))

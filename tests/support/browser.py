@@ -13,7 +13,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @dataclass
 class Visit:
-    """An open page. ``complaints`` has its errors and warnings, ``requests`` has the URLs of its requests."""
+    """An open page, its errors and warnings (``complaints``), and the URLs that it has requested (``requests``)."""
 
     page: Any
     complaints: list[str] = field(default_factory=list)

@@ -81,7 +81,7 @@ class AnyRole:
 
 
 def fall_silent(client: AnyRole, patch: pytest.MonkeyPatch) -> None:
-    """Make a client act like a hanging process. Its connection stays open, but it sends no heartbeats."""
+    """Make a client act like a hanging process: the connection stays open, but the client sends no heartbeats."""
     patch.setattr(client.connection.link, "post", lambda *_: None)
 
 

@@ -132,10 +132,9 @@ def _trained() -> str:
 def save_chat_model(
     folder: Path, style: str = "qwen3", *, template: str | None = None, calls: Sequence[str] = ()
 ) -> str:
-    """Save the tokenizer and the chat template of a style. Returns the folder.
+    """Save a tokenizer with the chat template of the style ``style``. Returns the folder.
 
-    Each entry of ``calls`` is the JSON of a tool call, and becomes one token. Example of an entry: ``{"name": "read",
-    "arguments": {}}``.
+    Each tool call in ``calls`` becomes one token of the tokenizer. It is JSON: ``{"name": "read", "arguments": {}}``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_str(_trained())
@@ -161,8 +160,8 @@ def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0
     Args:
         folder: Folder for the model, its tokenizer and its ``chatml`` template.
         calls: As in `save_chat_model`.
-        p_call: Probability of each call at each token, roughly.
-        p_stop: Probability of the end of the turn at each token, roughly.
+        p_call: Approximate probability that a sampled token is a given tool call.
+        p_stop: Approximate probability that a sampled token ends the turn.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -185,7 +184,7 @@ def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0
         eos_token_id=stop,
     )
     model = Qwen3ForCausalLM(config)
-    # Give all hidden states a common direction. The output layer uses this direction to make tokens more probable.
+    # All hidden states get a common direction. Along this direction, the output layer sets the token probabilities.
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(10).add_(1)
         hidden = model.model(torch.arange(size)[None]).last_hidden_state[0].mean(0)

@@ -4,9 +4,9 @@ from typing import Any
 
 
 def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", version=11) -> dict[str, Any]:
-    """Return a turn. With ``at``, two policy versions have sampled it. Without ``at``, the turn was not sampled.
+    """Return a turn. Two policy versions have sampled the turn if ``at`` is given. Otherwise it was not sampled.
 
-    ``at`` has three times of the turn: its request, its first token and its end.
+    ``at`` contains three times in seconds: of the request for the turn, of its first token, and of its end.
     """
     half = len(text) // 2
     pieces = [[version - 1, text[:half]], [version, text[half:]]] if at else [[-1, text]]
@@ -39,7 +39,7 @@ def forest() -> dict[str, Any]:
 
 
 def long_episode(num_turns: int = 400) -> dict[str, Any]:
-    """Return an episode of many turns, with a tool call between two turns. The last tool call does not end."""
+    """Return an episode of many turns. A tool is called after each sampled turn. The last tool call does not end."""
     turns, tools = [turn(0, -1, "<|user|>Guess my number.")], []
     for number in range(num_turns):
         begin = 2.0 * number

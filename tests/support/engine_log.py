@@ -47,7 +47,7 @@ class EngineAnswer:
     Attributes:
         id: Id of the request: group, attempt, sample, turn, and number of the request within the turn.
         pid: Process id of the rollout worker.
-        prompt_ids: The tokens that were sent. ``token_ids``, ``logprobs`` and ``versions`` describe the sampled tokens.
+        prompt_ids: The prompt's tokens. ``token_ids``, ``logprobs`` and ``versions`` describe the sampled tokens.
             The versions come with the last chunk.
         finish_reason: None if the server or the worker died during the answer.
     """
@@ -98,10 +98,10 @@ def read_engine_log(folder: Path) -> list[EngineAnswer]:
 
 
 def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: Sequence[EngineAnswer]) -> int:
-    """Check that SGLang sampled each trained token of ``rows`` after the same preceding tokens.
+    """Compare each trained token of ``rows`` with SGLang's answers. Returns the number of trained tokens.
 
-    Log-prob and version of the token must be those of SGLang. The tokens before a sampled part must be the prompt of a
-    request. Returns the number of trained tokens.
+    SGLang must have sampled the token after the same tokens, with the same log-prob and version. The tokens before a
+    sampled part must be the prompt of a request.
     """
     by_prompt: dict[bytes, list[EngineAnswer]] = defaultdict(list)
     for answer in answers:
@@ -122,15 +122,15 @@ def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: 
 
 
 def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
-    """Return whether the tokens from ``first`` to ``last`` are one or more successive answers of SGLang.
+    """Return whether the tokens from ``first`` to ``last`` are one answer of SGLang, or several successive answers.
 
-    The prompt of each further answer ends with the tokens of the previous answer.
+    In the second case, the prompt of each request after the first ends with the answer to the request before it.
     """
     if first == last:
         return True
     for answer in by_prompt.get(_key(ids[:first]), ()):
         end = first + len(answer.token_ids)
-        # If an answer was cut off, the next prompt can contain only the first part of this answer.
+        # If SGLang did not finish an answer, the next prompt possibly contains only the first tokens of the answer.
         ends = [end] if answer.is_finished else range(end, first, -1)
         for place in ends:
             num = place - first

@@ -1,4 +1,4 @@
-"""For tests of the real engines: makes requests and weight offers, and recomputes log-probs."""
+"""Helpers for tests of real engines. They make requests and weight offers, and recompute log-probs."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _NUMBERS = itertools.count()
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
     """Return ``num_samples`` requests for each of ``num_prompts`` prompts. The prompts have 2, 3, ... tokens.
 
-    Each call uses new ids, as in a run. If ids were used again, a server that notices a closed stream late could abort
-    new requests with the same ids.
+    As in a run, no id is used twice. A server that notices a closed stream late would otherwise abort a new request
+    with the same id.
     """
     name = f"{name}{next(_NUMBERS)}"
     options = SamplingConfig(**{"max_new_tokens": 12, **sampling})
@@ -86,7 +86,7 @@ def folder_of(offer: WeightOffer) -> str:
 
 
 class RunningServer:
-    """A wrapper of a running server. An engine with this wrapper does not start or stop the server."""
+    """A wrapper for a running server. An engine that uses the wrapper cannot start or stop the server."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -121,9 +121,10 @@ async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleO
 
 
 def assert_ends(samples: Sequence[SampleOutput], *, least: int, longest: int = 12) -> None:
-    """Check that a sample ends with the end-of-sequence token if and only if its finish reason is ``stop``.
+    """Check that the samples with finish reason ``stop``, and no others, end with the end-of-sequence token.
 
-    More than ``least`` samples must have stopped. More than ``least`` samples must have reached the length ``longest``.
+    More than ``least`` samples must have the reason ``stop``, and more than ``least`` the reason ``length``. Samples
+    that did not stop must have ``longest`` tokens.
     """
     reasons = Counter(sample.finish_reason for sample in samples)
     assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > least
@@ -135,7 +136,7 @@ def assert_ends(samples: Sequence[SampleOutput], *, least: int, longest: int = 1
 
 @torch.inference_mode()
 def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) -> np.ndarray:
-    """Return [R] log-probs of the sampled tokens from a plain forward pass in float32."""
+    """Compute the [R] log-probs of the sampled tokens with transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     logits = model(ids).logits[0, len(request.prompt_ids) - 1 : -1] / (request.sampling.temperature or 1.0)
@@ -148,8 +149,8 @@ def forward_by_versions(
 ) -> np.ndarray:
     """Return [R] log-probs of the sampled tokens, each computed with the weights of the token's version.
 
-    With ``keeps``, the forward pass uses KV cache entries of earlier versions, like an engine that does not empty its
-    cache at weight updates.
+    With ``keeps``, KV cache entries of earlier versions are used, as in an engine that keeps its cache when it loads
+    weights.
     """
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     starts = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist()]
@@ -166,9 +167,10 @@ def forward_by_versions(
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
-    """Request greedy samples, then request them again with their first two tokens as a prefix.
+    """Check that the engine continues greedy samples correctly.
 
-    Check that the engine samples the same remaining tokens.
+    Request samples. Then request them again with their first two tokens as part of the prompt. The other tokens must
+    be the same.
     """
     requests = requests_of(3, temperature=0.0)
     whole = await answer(engine, requests)
@@ -192,7 +194,7 @@ def publish_weights(
 ) -> WeightOffer:
     """Return an offer of the model's tensors, multiplied by ``scale`` and changed by the function ``alter``.
 
-    The manifest has the digests of these tensors. After that, the function ``change`` can change the tensors on disk.
+    The function ``change`` changes the tensors on disk after their digests were computed for the manifest.
     """
     target = Path(directory) / f"v{version}"
     shutil.copytree(model_path, target)

@@ -1,4 +1,4 @@
-"""A proxy between an engine and its SGLang server that makes one call fail."""
+"""A proxy between an engine and its SGLang server. The proxy makes one of the calls fail."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class FaultyProxy(RunningServer):
     def fail(
         self, path: str, moment: str, *, answer: bytes | None = None, act: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Make every call of ``path`` fail from now on.
+        """From now on, make every HTTP call with the path ``path`` fail.
 
         Args:
             path: Path of the call. Example: ``"/pause_generation"``.
-            moment: ``before`` the server receives the call, ``during`` its work on the call, ``midway`` after the first
-                event of its answer, or ``after`` its answer.
-            answer: The answer to the engine, in place of the server's answer.
-            act: Function to call at ``moment``. Without ``answer``, the server's own answer is passed on afterwards.
+            moment: ``before`` the server receives the call, ``during`` its work on the call, or ``after`` its answer.
+                With ``midway``, the proxy closes the connection after the first event of the server's answer.
+            answer: What the engine gets in place of the server's answer. If ``answer`` is empty, the call hangs.
+            act: Function that the proxy calls at ``moment``.
         """
         self._fault, self._answer, self._act = (path, moment), answer, act
 
@@ -108,7 +108,7 @@ class FaultyProxy(RunningServer):
             to_server.close()
 
     async def _fails(self, path: str, moment: str, writer: asyncio.StreamWriter) -> bool:
-        """Inject the fault if it is set for this call and moment. Returns whether the engine has got its answer."""
+        """Inject the fault if it is set for this call and moment. Returns whether the proxy has answered the engine."""
         if self._fault != (path, moment):
             return False
         if self._act is not None:

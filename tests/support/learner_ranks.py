@@ -35,7 +35,7 @@ class LearnerRanks:
         ranks[1].ask(_begin, 1, address, options).answer()
 
     def offer(self, published: WeightOffer) -> WeightOffer:
-        """Read the weights of a published folder and offer them. After this call, the folder is not needed any more."""
+        """Read the weights of a published folder, and offer them to engines. The folder is not needed afterwards."""
         manifest = read_manifest(published)
         parts = [list(manifest.pieces[rank::2]) for rank in range(2)]
         file = str(Path(manifest.directory, manifest.files[0]))
@@ -52,7 +52,7 @@ class LearnerRanks:
 
 @contextmanager
 def learner_ranks(*, num_receivers: int, timeout_s: float) -> Iterator[LearnerRanks]:
-    """Run the two processes during the ``with`` block."""
+    """Run the two learner processes during the ``with`` block."""
     with peers(2) as ranks:
         yield LearnerRanks(ranks, num_receivers=num_receivers, timeout_s=timeout_s)
 

@@ -1,4 +1,4 @@
-"""For tests of the ledger: a ledger with one method per command, and summaries of groups."""
+"""Helpers for tests of the ledger: a ledger with one method per command, and summaries of groups."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def summary_of(
     oldest: int | None = None,
     newest: int | None = None,
 ) -> GroupSummary:
-    """Return the summary that a worker reports for a leased group. By default its tokens have the lease's version."""
+    """Return the summary that a worker reports for a leased group. By default, all tokens have the lease's version."""
     version = lease.engine_version if oldest is None else oldest
     return GroupSummary(
         group_id=lease.group_id,
@@ -115,7 +115,7 @@ class DrivenLedger(Ledger):
         return list(self.apply(commands.Commit(version=version)).group_ids)
 
     def checkpoint(self, version: int, *, key: str = "saved") -> bool:
-        """Record a checkpoint of the version. Returns False if the checkpoint was recorded before."""
+        """Record a checkpoint of a version. Returns False if the ledger had recorded this checkpoint already."""
         return self.apply(commands.Checkpoint(folder="/unused/v00000001", version=version, key=key)).is_new
 
     def rewind(self, version: int) -> commands.Rewound:
@@ -134,7 +134,7 @@ class DrivenLedger(Ledger):
 
 
 class RecordedCommands:
-    """Replaces a journal. Stores the commands since the last snapshot, as bytes."""
+    """Replaces a journal. Keeps the encoded commands since the last snapshot."""
 
     def __init__(self) -> None:
         self.rows: list[bytes] = []

@@ -22,19 +22,19 @@ _STOP_S = 10.0
 
 
 def name_session() -> str:
-    """Return the name of this test session. All processes that start from now on inherit the name."""
+    """Return the name of this test session. All child processes that start after this call inherit the name."""
     return os.environ.setdefault(_VARIABLE, uuid.uuid4().hex)
 
 
 def watch_session(name: str, *, grace_s: float = _GRACE_S) -> subprocess.Popen[bytes]:
-    """Start the watcher process. When its standard input closes, it ends the session's processes and then itself."""
+    """Start the watcher process. If its standard input closes, the watcher ends the session's processes, then exits."""
     environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
     command = [sys.executable, __file__, name, str(grace_s)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
 
 def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
-    """Wait ``grace_s`` seconds for the remaining processes of the session. Then terminate them, and finally kill them.
+    """Wait ``grace_s`` seconds until the session's processes have ended. Terminate the others, and finally kill them.
 
     Returns:
         The command lines of the processes that this function had to end.

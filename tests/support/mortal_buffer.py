@@ -1,4 +1,4 @@
-"""A buffer service with its journal, but without sockets. Kills during chosen writes are simulated."""
+"""A buffer service with its journal, but without sockets. It simulates that the process is killed during a write."""
 
 import errno
 import threading
@@ -25,8 +25,8 @@ class Killed(BaseException):
 class MortalWrites:
     """Replaces `buffer.journal.write_all`. Simulates a kill of the process before, during or after some writes.
 
-    ``kills`` has a pair for each kill: the number of writes after the previous kill, and how many 32nds of the
-    interrupted write reach the disk. Writes in the journal's own threads are not interrupted.
+    ``kills`` has a pair for each kill. The first number says which write after the previous kill is interrupted. The
+    second number says how many 32nds of this write reach the disk. Writes of the journal's threads are not interrupted.
     """
 
     def __init__(self, kills: list[tuple[int, int]]) -> None:
@@ -93,7 +93,7 @@ class ManualClock(LoopClock):
 
 
 class MortalServer:
-    """A buffer service with its journal. A kill loses the replies that were not flushed.
+    """A buffer service with its journal. A kill loses the replies to commands that are not in the journal's files yet.
 
     Attributes:
         num_kills: Number of kills so far.
@@ -136,7 +136,7 @@ class MortalServer:
         self._outbox.append((client, message))
 
     def _release(self, kept: Journal | None) -> None:
-        """Release the journal's lock and open files, as the kernel does at a kill. Do not change the files."""
+        """Release the journal's lock and close its files without changing them, as the kernel does after a kill."""
         self.num_kills += 1
         if kept is not None:
             with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +145,7 @@ class MortalServer:
                 kept.close()
 
     def kill(self) -> None:
-        """Kill and restart the service between two messages. Then the clients repeat their unanswered requests."""
+        """Kill and restart the service. After the restart, the clients repeat their unanswered requests."""
         self.service.close()
         self._release(self._journal)
         self._start()
@@ -153,7 +153,7 @@ class MortalServer:
             self.deliver(client, request)
 
     def send(self, client: bytes, request: Message) -> None:
-        """Send a request. After each restart of the service, the request is sent again until a reply has come."""
+        """Send a request. If the service restarts before it has answered, the request is sent again."""
         self._unanswered[client, request.request_id] = request
         self.deliver(client, request)
 
@@ -168,7 +168,7 @@ class MortalServer:
         self._do(lambda: self.service.handle(request))
 
     def pass_time(self) -> None:
-        """Fire due timers of the `ManualClock`. They let leases expire, and end the leases of silent workers."""
+        """Fire the due timers of the `ManualClock`. A timer ends expired leases, or the leases of a silent worker."""
         self._clock.fire_due(self._do)
 
     def _do(self, work: Any) -> None:

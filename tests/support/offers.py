@@ -1,4 +1,4 @@
-"""Weight offers for tests that do not read the weights, and a log of offers in memory."""
+"""Weight offers without weights, and a log of offers in memory, for tests that do not read the weights."""
 
 import asyncio
 from collections.abc import Collection
@@ -19,7 +19,7 @@ class OffersInMemory:
 
     Attributes:
         log: The log of the offers.
-        learner_version: Number of committed steps. Tests change it by `commit_offers`.
+        learner_version: Number of committed steps. `commit_offers` sets it.
         pins: All versions that were pinned so far.
     """
 

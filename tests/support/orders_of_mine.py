@@ -1,4 +1,4 @@
-"""A user's own selection orders and filters, imported as ``tests.support.orders_of_mine:…``."""
+"""Selection orders and filters as a user could write them. Their names are ``tests.support.orders_of_mine:…``."""
 
 from asyncrl.core.types import GroupSummary
 

@@ -1,4 +1,4 @@
-"""Processes that execute a test's calls, one at a time. The test can kill or pause a process during a call."""
+"""Processes that execute functions for a test, one at a time. The test can kill or pause a process during a call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Peer:
         return self
 
     def answer(self, timeout_s: float = 60.0) -> Any:
-        """Return the result of the call that `ask` began. Raises the call's error, or `EOFError` after a death."""
+        """Return the result of the call that `ask` began. Raises its error, or `EOFError` if the process dies."""
         assert self._pipe.poll(timeout_s), f"no answer after {timeout_s} s"
         result, error = self._pipe.recv()
         if error is not None:
@@ -49,7 +49,7 @@ class Peer:
         os.kill(self.pid, number)
 
     def wait_end(self, timeout_s: float = 10.0) -> None:
-        """Wait until the process has ended after a signal that kills it."""
+        """Wait until the process has ended. The test calls this after a signal that kills the process."""
         self._process.join(timeout_s)
         assert not self._process.is_alive(), f"the process has not ended after {timeout_s} s"
 

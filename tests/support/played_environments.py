@@ -28,9 +28,9 @@ async def play(
     prompt: Prompt | None = None,
     **environment: Any,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Play an episode of the environment ``name``. Returns a pair: its outcome, and the requests that the policy got.
+    """Play an episode of the environment ``name``. Returns a pair: the outcome, and the bodies of the policy requests.
 
-    ``options`` are the options of the environment. ``environment`` has further fields of `EnvironmentConfig`.
+    ``options`` are the environment's options. ``environment`` sets further fields of `EnvironmentConfig`.
     """
     config = EnvironmentConfig(name=name, options=options or {}, **environment)
     environments = EnvironmentProcesses(RolloutFleetConfig(environment=config))

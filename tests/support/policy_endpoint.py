@@ -18,7 +18,7 @@ class Access:
 
 
 def echo(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer with the last message's content in capitals."""
+    """Return an answer: the content of the last message in capitals."""
     return {"role": "assistant", "content": str(body["messages"][-1]["content"]).upper()}
 
 

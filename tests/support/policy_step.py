@@ -1,4 +1,4 @@
-"""Makes the learner step of a policy for an algorithm, and divides sequences among data-parallel ranks."""
+"""Helpers for tests of learner steps: `policy_step` for an algorithm, and the sequences of each data-parallel rank."""
 
 from collections.abc import Sequence
 

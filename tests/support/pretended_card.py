@@ -1,8 +1,8 @@
 """Resolves the arguments of SGLang servers for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
 The program reads a JSON list of argument lists. For each kind of GPU, it writes a JSON list of the resolved arguments.
-It forks one process per kind. In each process, torch reports a GPU of the kind, and empty modules replace compiled
-packages.
+It forks one process per kind. In this process, torch reports GPUs of the kind. Empty modules replace packages that are
+compiled for GPUs.
 """
 
 import importlib.abc
@@ -22,7 +22,7 @@ VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
 
 
 class Absent:
-    """Replaces a function or class of a compiled package. A call of the object raises an error."""
+    """Replaces a function or class of a compiled package. The code can import it, but a call raises an error."""
 
     def __init__(self, name):
         self._name = name
@@ -88,7 +88,7 @@ def pretend(card):
 
 
 def resolve(card, lists):
-    """Return the arguments that SGLang resolves on the GPU ``card`` for each argument list, as JSON."""
+    """Return the arguments that SGLang would use on the GPU ``card``: a JSON list with one entry per argument list."""
     from sglang.srt.server_args import prepare_server_args
 
     pretend(card)

@@ -34,12 +34,12 @@ class ProcessOutput:
         return "\n".join(self.lines)
 
     def read_lines(self) -> list[str]:
-        """Return the lines that the process has written since the last read. Does not wait for further lines."""
+        """Return the lines that were written and not read yet. Does not wait for further lines."""
         fresh: list[str] = []
         with suppress(queue.Empty):
             while (line := self._fresh.get_nowait()) is not None:
                 fresh.append(line)
-            self._fresh.put(None)  # put the end mark back, because `finish` needs it
+            self._fresh.put(None)  # put the end mark (None) back, because `finish` waits for it
         self.lines += fresh
         return fresh
 
@@ -59,7 +59,7 @@ class ProcessOutput:
                 return line
 
     def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait until ``is_true()`` returns true. Fail if the process ends earlier. Error messages contain ``what``."""
+        """Wait until ``is_true()`` returns true. ``what`` describes the expected event in error messages."""
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if self.process.poll() is not None:
@@ -75,16 +75,16 @@ class ProcessOutput:
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
-        """Wait for two more steps after step ``before``, and print how long they took.
+        """Wait until ``before`` + 2 steps are finished. Print ``what`` and the duration.
 
-        One step is not enough, because it was possibly almost finished already.
+        One further step is not enough, because this step was possibly almost finished at the time of the call.
         """
         before, began_s = self.num_steps if before is None else before, time.monotonic()
         self.wait_for_step(before + 2, timeout_s)
         print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
-        """`wait_for_line` calls this method if the process ends before the line. A subclass can skip the test here."""
+        """Do nothing. `wait_for_line` calls this if the process ends before the line. A subclass can skip the test."""
 
     def finish(self, timeout_s: float) -> int:
         """Wait for the end of the process. Returns the exit status."""

@@ -15,12 +15,12 @@ ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """Return [num_values * item_bytes] uint8: random bytes. As floats, some values are NaN."""
+    """Return [num_values * item_bytes] random bytes (uint8). Read as floats, some of the values are NaN."""
     return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
 
 
 def changed(image: np.ndarray, seed: int, share: float = 0.03, item_bytes: int = 2) -> np.ndarray:
-    """Return a copy of the bytes ``image`` with new random values at random places."""
+    """Return a copy of the bytes ``image``. About the fraction ``share`` of the values is replaced by random values."""
     generator = np.random.default_rng(seed)
     values = image.copy().reshape(-1, item_bytes)
     places = generator.random(len(values)) < share
@@ -40,8 +40,8 @@ def publish_bytes(
 ) -> WeightOffer:
     """Publish the bytes ``image`` as one tensor, in pieces of 16 KiB.
 
-    With ``base``, the bytes are written as delta files, otherwise as one data file. With ``frozen``, the manifest
-    says that the bytes are an adapter of the frozen weights ``frozen``.
+    With ``base``, the function writes delta files, otherwise one data file. With ``frozen``, the manifest says that the
+    bytes are an adapter for these frozen weights.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)
@@ -71,7 +71,7 @@ def publish_bytes(
 
 
 def bytes_of(offer: WeightOffer) -> np.ndarray:
-    """Verify an offer of `publish_bytes`. Returns its bytes as an array of uint8."""
+    """Verify the digests of an offer from `publish_bytes`. Returns the published bytes as an array of uint8."""
     weights = FileWeights(offer)
     weights.verify()
     ((_, data),) = weights.tensors()

@@ -1,4 +1,4 @@
-"""Runs a function on several gloo ranks, each in a new process. A function that hangs fails after a time-out.
+"""Runs a function on several gloo ranks. Each rank is a new process. A function that hangs fails after a timeout.
 
 The ranks are forked from a server process that has imported torch and transformers. The import takes seconds, but a
 fork takes milliseconds. The server starts at the first call in a test process, and ends with the test process.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-# Preload only libraries. Each rank imports the modules of the project itself.
+# The server imports these libraries before it forks ranks. Each rank imports the project's modules after the fork.
 IMPORTED_ONCE = [
     "numpy",
     "torch",
@@ -47,7 +47,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        of_rank.close()  # otherwise the death of a rank would not close its pipe
+        of_rank.close()  # otherwise the rank's pipe would stay open after its death
     try:
         return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:
@@ -85,11 +85,11 @@ def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: C
     torch.set_num_threads(1)
     try:
         outcome = function(*args)
-    except BaseException:  # noqa: BLE001 - reported to the parent, which fails the test
+    except BaseException:  # noqa: BLE001 - the parent process fails the test
         parent.send((traceback.format_exc(), True))
         return
     parent.send((outcome, False))
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # wait for all ranks, because they can still need this rank
+        parent.recv()  # wait until all ranks have finished, because they can still need this rank
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

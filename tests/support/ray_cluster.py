@@ -1,4 +1,4 @@
-"""The Ray cluster that tests share, the addresses of its nodes, and errors as Ray raises them."""
+"""The Ray cluster that tests share, the addresses of the cluster's nodes, and errors in the form that Ray raises."""
 
 import os
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ HEAD_ADDRESS = f"127.{_NETWORK}.9"
 SECOND_ADDRESS = f"127.{_NETWORK}.10"
 NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
 
-# Make Ray start no idle workers in advance. Each idle worker would take a second of CPU time, and most are never used.
+# Tell Ray not to start idle workers in advance. Each one takes a second of CPU time, and most are never used.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -23,9 +23,9 @@ ENVIRONMENT = {
 
 
 def raised_by_ray(error: Exception) -> Exception:
-    """Return an error of an actor's method as Ray raises it for the caller.
+    """Return the error that Ray raises for the caller when an actor's method raises ``error``.
 
-    Ray puts the actor's stack trace at the beginning of the error's text.
+    The text of this error begins with the actor's stack trace.
     """
     from ray.exceptions import RayTaskError
 
@@ -60,7 +60,7 @@ def two_node_cluster() -> Iterator:
 
 @contextmanager
 def away_from_the_shared_cluster() -> Iterator[None]:
-    """Disconnect this process from the shared Ray cluster during the block. Then connect it again."""
+    """Disconnect this process from the shared Ray cluster during the ``with`` block. Reconnect it after the block."""
     import ray
 
     address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None

@@ -1,4 +1,4 @@
-"""For tests of the fleet: a rollout loop with the scripted engine, and a replay buffer in memory."""
+"""Helpers for tests of the fleet: a rollout loop with the scripted engine, and a replay buffer in memory."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
-OTHERS = 1_000_000  # `InMemoryBuffer.advance` uses group ids from here on
+OTHERS = 1_000_000  # first group id of `InMemoryBuffer.advance`
 WRITTEN = 14
 """A token that no prompt of `make_prompts` contains."""
 
 
 class InMemoryBuffer(OffersInMemory):
-    """Implements `RolloutBuffer` with the real ledger, without sockets. Tests commit steps and revoke leases by calls.
+    """Implements `RolloutBuffer` with the real ledger, without sockets. A test calls `commit`, `revoke` and so on.
 
     Attributes:
         groups: The groups that were put so far.
@@ -68,7 +68,7 @@ class InMemoryBuffer(OffersInMemory):
 
     @property
     def num_accounted(self) -> int:
-        """The number of trained, dropped and buffered tokens. Tokens of `advance` do not count."""
+        """The number of trained, dropped and buffered tokens, without the tokens of groups from `advance`."""
         account = self.ledger.account
         return (
             account.tokens_trained - self._num_others + sum(account.tokens_dropped.values()) + account.tokens_buffered
@@ -88,7 +88,7 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def advance(self) -> None:
-        """Make a learner step on one group of another worker. Needs ``groups_per_step=1``."""
+        """Put a group as another worker would, and make a learner step on it. Needs ``groups_per_step=1``."""
         version = self.ledger.learner_version
         self.ledger.apply(Enqueue(group_ids=(OTHERS + version,)))
         (lease,) = self.ledger.apply(LeaseGroups(engine_version=version, max_groups=1), self._now).leases
@@ -108,7 +108,7 @@ class InMemoryBuffer(OffersInMemory):
         await self.commit()
 
     async def expire(self, group_id: int) -> None:
-        """Let the lease of a group expire, without a message to its worker."""
+        """Let the lease of a group expire. The worker is not told."""
         self._now += 2 * LEASE_S
         for lease in self.ledger.groups.leases.all():
             if lease.group_id != group_id:
@@ -117,7 +117,7 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def revoke(self, group_id: int) -> None:
-        """Let the lease of a group expire, with a message to its worker."""
+        """Let the lease of a group expire, and tell the worker."""
         await self.expire(group_id)
         for _, revocation in self.ledger.attempts.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
@@ -140,7 +140,7 @@ class InMemoryBuffer(OffersInMemory):
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
         self.num_waiting += 1
         try:
-            async with self._changed:  # hold the lock from `apply` to `wait`
+            async with self._changed:  # keep the lock between `apply` and `wait`, to miss no change
                 while not (granted := self.ledger.apply(command, self._now).leases):
                     await self._changed.wait()
         finally:
@@ -216,7 +216,7 @@ async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
-    """Return a script. A finished response has ``num_tokens`` tokens in total, even if it continues a prefix."""
+    """Return a script for the engine. A response has ``num_tokens`` tokens, including the prefix that it continues."""
 
     def script(request: Any, version: int) -> ScriptedAnswer:
         num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -242,7 +242,7 @@ def make_loop(
     images: Any = None,
     **options: Any,
 ) -> RolloutLoop:
-    """Return a rollout loop that does not run yet. The loop leases groups after its first call of `load_weights`."""
+    """Return a rollout loop that does not run yet. The loop can lease groups after a call of its `load_weights`."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
         AnsweringParts(
@@ -268,7 +268,7 @@ async def running_loop(
     version: int = 0,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
-    """Yield three things: a running rollout loop, its scripted engine, its task. `make_loop` gets ``options``."""
+    """Yield a tuple: a running rollout loop, the loop's engine, the loop's task. ``options`` are for `make_loop`."""
     engine = ScriptedEngine(script)
     await engine.start()
     loop = make_loop(buffer, engine, **options)

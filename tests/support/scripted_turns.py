@@ -21,8 +21,8 @@ class ScriptedTurns:
     """Runs an episode with scripted turns.
 
     Attributes:
-        requests: A pair for each request, in order: the engine's prompt, and the turn.
-        script: Function that writes the tokens of a turn.
+        requests: A pair for each request to the engine: the prompt, and the turn.
+        script: Function that returns the tokens of a turn.
         gate: Turns finish only while this event is set.
     """
 
@@ -61,7 +61,7 @@ class ScriptedTurns:
 
 
 class Talk:
-    """A session whose policy answers with the texts ``texts``, one after the other. A letter is one token.
+    """A session whose policy answers with one text of ``texts`` after the other. Each letter is one token.
 
     ``recorded`` is the saved progress of an earlier attempt.
     """
@@ -78,7 +78,7 @@ class Talk:
     def write(self, prompt_ids, sampling):
         """Return the tokens of the next text: one token per special token, and one token per letter of other text.
 
-        The tokenizer itself would encode the text in another way.
+        Encoding the whole text would give other tokens.
         """
         text = self.texts.pop(0)
         tokenizer = self.renderer.tokenizer
@@ -97,7 +97,10 @@ class Talk:
         return await self.session.chat(request)
 
     def check(self):
-        """Check that each engine prompt is the path to its turn. Then no sampled text was encoded again."""
+        """Check that each prompt of the engine is the path to the new turn.
+
+        This shows that sampled tokens were used directly, and were not decoded and encoded again.
+        """
         for prompt, turn in self.turns.requests:
             episode = self.turns.episode
             assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))

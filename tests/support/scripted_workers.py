@@ -22,12 +22,12 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Replaces all workers and their resources. A call takes ``takes_s`` s. With ``hangs``, `counters` takes 60 s.
+    """Replaces all workers and their resources. A call takes ``takes_s`` s, or 60 s if ``hangs`` and it is `counters`.
 
     Attributes:
-        deaths: The error with which a worker dies, by rank.
+        deaths: A future per rank. It gets the error when the worker dies.
         replaced: The ranks of replaced workers, in the order of their replacements.
-        full: An event while no node has room, otherwise None. A test sets the event when a node has room again.
+        full: An event while no node has room for a worker, otherwise None. A test sets the event when there is room.
         closed: Ranks of the workers whose resources were released.
         made_with: Arguments of the latest worker, without its seed.
         engine_seeds: Seeds of the engines, in the order of their starts.
@@ -66,7 +66,7 @@ class Workers:
         self.death_of(rank).exception()  # mark the error as retrieved
 
     def stand_still(self, rank, seconds):
-        """Make a worker stop for ``seconds``, as SIGSTOP does. After this time, it answers the pending calls."""
+        """Pause a worker for ``seconds``, like SIGSTOP and SIGCONT. After the pause, it answers the pending calls."""
         self.awake_s[rank] = time.monotonic() + seconds
 
     def fill(self):
@@ -178,9 +178,9 @@ class Graves:
 def fleet_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str, version: int = 0
 ) -> FleetGroup:
-    """Return a fleet of the scripted workers ``workers``, in a run that begins at version ``version``.
+    """Return a fleet of the scripted workers ``workers``. The run begins at version ``version``.
 
-    By default, ``buffer.request_timeout_s`` is 0.1. ``options`` can change it.
+    ``buffer.request_timeout_s`` is 0.1 if ``options`` does not set it.
     """
 
     def places(config: RunConfig, *, worker: RayClassWithInitArgs, **_: Any) -> Workers:

@@ -1,7 +1,7 @@
-"""A proxy in front of the SGLang server of a real training run. A test can make calls to the server fail.
+"""Proxies between the rollout workers of a real training run and their SGLang server. A test can make calls fail.
 
-With ``--port`` in its extra arguments, the run's server listens on another port than the one that its worker calls. The
-proxy listens on the port that the worker calls. If the run replaces the server, a proxy serves the new port too.
+`ServerProxy.option` moves the server to another port, but the worker still calls the original port. A proxy listens on
+this original port and forwards the calls. If the run starts another server, another proxy listens on its original port.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ServerProxy:
     """The proxies for the SGLang servers of one run. Any thread can call `fail` and `heal`.
 
     Attributes:
-        option: The option of the run that moves its server to another port.
+        option: An option for the run. With this option, the server listens on another port than the worker calls.
         num_failed: Number of failed calls.
     """
 
@@ -41,7 +41,8 @@ class ServerProxy:
     def fail(self, path: str, moment: str, answer: bytes) -> None:
         """From now on, answer every call of ``path`` with the HTTP response ``answer``.
 
-        ``moment`` says when: ``before`` the server receives the call, ``during`` its work, or ``after`` its answer.
+        ``moment`` says when the proxy sends this answer: ``before`` the server receives the call, ``during`` the
+        server's work, or ``after`` the server's answer.
         """
         self._set((path, moment, answer))
 
@@ -62,7 +63,7 @@ class ServerProxy:
 
     @contextlib.contextmanager
     def serving(self, run: RunningTraining) -> Iterator[ServerProxy]:
-        """During the block, start a proxy for each new SGLang server of the run."""
+        """During the ``with`` block, start a proxy for each SGLang server that the run starts."""
         ended = threading.Event()
         looking = threading.Thread(target=self._look, args=(run, ended), daemon=True)
         looking.start()

@@ -1,6 +1,7 @@
 """A simulated fleet of engines with different speeds, a simulated learner, and the real buffer service.
 
-The speed of a group does not depend on how many groups its engine runs. A group that is handed over keeps its tokens.
+An engine's tokens per second for one group do not depend on how many groups it runs. A group that is handed over keeps
+its tokens.
 """
 
 import random
@@ -38,7 +39,7 @@ class _Writing:
 
 
 class SimulatedEngineWorker:
-    """A rollout worker whose engine writes ``speed(now)`` tokens per second for each group.
+    """A rollout worker. At the time ``now``, its engine writes ``speed(now)`` tokens per second for each group.
 
     Attributes:
         num_written: Number of tokens that the engine has written.
@@ -157,7 +158,7 @@ class SimulatedEngineWorker:
 
 
 class SimulatedFleet:
-    """Engines with given speeds, and a learner that needs ``step_s`` per step and then publishes.
+    """Engines with given speeds, and a learner. The learner needs ``step_s`` seconds per step, then publishes weights.
 
     Args:
         speeds: For each engine, the tokens per second of one group. An entry can be a function of time.

@@ -17,7 +17,7 @@ def as_stranger(function: Callable[[], Any]) -> Any:
     Skips the test if this process does not run as root.
     """
     if os.geteuid() != 0:
-        pytest.skip("only root may become another user")
+        pytest.skip("only root may run code as another user")
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -145,7 +145,7 @@ def tiny_config(family: str, *, initializer_range: float, **options: Any) -> Pre
 def save_tiny_model(
     directory: Path, family: str = "qwen3", seed: int = 0, *, initializer_range: float = 0.2, **options: Any
 ) -> str:
-    """Save a tiny model. Its weights have a large spread, so a wrong mask or position gives very different results."""
+    """Save a tiny model. Its weights are large, so wrong masks or positions change the results very much."""
     torch.manual_seed(seed)
     config = tiny_config(family, initializer_range=initializer_range, **options)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -153,7 +153,7 @@ def save_tiny_model(
 
 
 def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperature: float = 1.0) -> torch.Tensor:
-    """Return the log-probs of the tokens in the loss, from transformers' forward of one sequence without packing."""
+    """Return the log-probs of the tokens in the loss. A plain forward pass computes them, without packing."""
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
     log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
     return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
@@ -162,8 +162,8 @@ def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperat
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:
     """Return ``num`` random sequences of 2 to ``longest`` tokens. Each has a prompt and a response.
 
-    Behavior log-probs and advantages have many magnitudes. Every second sequence begins with the prompt of the previous
-    sequence, if a response still fits.
+    Advantages have different orders of magnitude. Every second sequence gets the prompt of the sequence before it, if
+    the prompt is shorter than the sequence.
     """
     rng = np.random.default_rng(seed)
     return _with_common_prompts([_sequence(rng, int(rng.integers(2, longest + 1))) for _ in range(num)])
@@ -197,7 +197,7 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
 def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
     """Return sequences that are difficult to split over ranks and micro-batches.
 
-    Some sequences have only one token, no token in the loss, strided arrays, or very different values.
+    Some have only one token, or no token in the loss. Others have strided arrays or very different advantages.
     """
     rng = np.random.default_rng(seed)
     sequences = _with_common_prompts([_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)])

@@ -1,6 +1,6 @@
-"""Traces of small simulated runs. Fleet, learner and controller are simulated, and the ledger is real.
+"""Traces of small simulated runs. Fleet, learner and controller are simulated. The ledger and the recorder are real.
 
-`record_run` simulates a run in simulated time, and writes the records of its processes with the real recorder.
+`record_run` simulates a run in simulated time, and writes the profile of each process.
 `trace_of` makes a trace from explicit values.
 """
 
@@ -281,7 +281,7 @@ class RecordedRun:
 
 
 def record_run(folder: Path, **shape: object) -> Trace:
-    """Simulate a run with the fields ``shape`` of `RunShape`, record it in ``folder``, and return its trace."""
+    """Simulate a run, record it in ``folder``, and return its trace. ``shape`` sets fields of `RunShape`."""
     RecordedRun(folder, RunShape(**shape)).play()
     return Trace.load(folder)
 
@@ -296,8 +296,8 @@ def trace_of(
 ) -> Trace:
     """Make a trace from explicit values.
 
-    A span is a tuple: row of the timeline (lane), kind, start, end. A measured value (level) is a tuple: lane, name,
-    time, value. Levels of the buffer have no lane. ``steps`` has the start of the first step and the end of each step.
+    A tuple for a span is (row of the timeline, kind, start, end). A tuple for a measured value is (row, name, time,
+    value), without the row for the buffer. ``steps`` has the start of the first step and the end of each step.
     """
     spans, levels = [], []
     for process, noted in (("rollout-0", fleet), ("learner-0", learner), ("controller", controller)):

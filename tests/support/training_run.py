@@ -28,10 +28,10 @@ def documented_metrics() -> set[str]:
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the ``names`` of metrics that docs/metrics.md does not explain.
+    """Return those names of metrics in ``names`` that docs/metrics.md does not explain.
 
-    A metric of a critic is explained if the metric of the policy is explained. Metrics of single alarms and data
-    sources count as explained.
+    A metric of the critic needs no explanation if the page explains the metric of the policy. Metrics of single alarms
+    or data sources need no explanation.
     """
     known = documented_metrics()
     known |= {name.replace("learner.", "learner.critic.", 1) for name in known}
@@ -71,7 +71,7 @@ class RunningTraining(ProcessOutput):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.output_dir = output_dir
-        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # paths of sockets in this folder must be short
+        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # short, because the length of socket paths is limited
         self.family: dict[int, psutil.Process] = {}
         paths = [str(path) for path in (python_path, ROOT) if path is not None]
         process = subprocess.Popen(
@@ -108,7 +108,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def records(self) -> list[dict]:
-        """The complete lines of ``metrics.jsonl``. An incomplete last line is left out."""
+        """The lines of ``metrics.jsonl``, without an incomplete last line."""
         path = self.run_dir / "metrics.jsonl"
         whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
         return [json.loads(line) for line in whole.splitlines()]
@@ -163,7 +163,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def num_steps(self) -> int:
-        """The number of learner steps so far. Steps that were lost by a return to a checkpoint do not count."""
+        """The number of learner steps so far, without steps that a return to a checkpoint removed."""
         path = self.run_dir / "metrics.jsonl"
         whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
         return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0
@@ -174,7 +174,7 @@ class RunningTraining(ProcessOutput):
         return [" ".join(process.cmdline()) or process.name() for process in alive]
 
     def left_in_shared_memory(self) -> bool:
-        """Return whether the run's folder of published weights still exists."""
+        """Return whether the run's folder of published weights in shared memory still exists."""
         return shared_folder(self.run_dir).exists()
 
     def end(self) -> None:

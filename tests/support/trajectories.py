@@ -27,7 +27,7 @@ def make_group(
 ) -> TrajectoryGroup:
     """Make a group of G samples of one prompt. Each sample is a chain of turns.
 
-    ``response_ids`` has all responses one after the other. A new turn begins where the mask changes.
+    ``response_ids`` has all responses one after the other. A new turn begins where ``response_mask`` changes.
     """
     mask = np.ones(len(response_ids), dtype=bool) if response_mask is None else response_mask
     trajectories, start = [], 0

@@ -1,4 +1,4 @@
-"""Starts scripts/two_hosts.sh, which runs a training on two hosts that are made of namespaces."""
+"""Starts scripts/two_hosts.sh. The script makes two hosts from namespaces, and runs a training on them."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SECOND_ADDRESS = "10.77.0.2"
 
 
 def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subprocess.Popen, str]:
-    """Start the script. Returns its process, and the value of MARK in the environment of all its processes."""
+    """Start the script. Returns its process, and the value of MARK that all processes of the script inherit."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", str(script), *arguments],
@@ -38,7 +38,7 @@ def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
 
 
 def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
-    """Return the processes whose variable MARK is ``mark`` and that have not ended after ``grace_s`` seconds."""
+    """Return the processes that still run after ``grace_s`` seconds and whose environment variable MARK is ``mark``."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -59,7 +59,7 @@ class RunOnTwoHosts(ProcessOutput):
 
     @property
     def num_steps(self) -> int:
-        """The number of learner steps, without lost steps. The run's folder is in /tmp of the first host."""
+        """The number of learner steps, without lost steps. Read from the run's folder in /tmp of the first host."""
         first = next(one.pid for one in left_of(self.mark) if "gcs_server" in one.name())
         paths = list(Path(f"/proc/{first}/root/tmp/asyncrl/quickstart").glob("*/metrics.jsonl"))
         whole, _, _ = (paths[0].read_text() if paths else "").rpartition("\n")

@@ -1,4 +1,4 @@
-"""Virtual time: waits in the event loop take no real time. For tests without threads and other processes."""
+"""Virtual time: waiting in the event loop takes no real time. For tests without threads or other processes."""
 
 import asyncio
 import time
@@ -8,9 +8,9 @@ import pytest
 
 @pytest.fixture
 async def virtual_time(monkeypatch):
-    """Advance time only when every task waits. Then time jumps to the next timer.
+    """Replace real time by virtual time. If every task waits, virtual time jumps to the next timer.
 
-    So long waits take no real time, and the order of events does not depend on the machine's load.
+    So the order of events does not depend on the machine's load.
     """
     loop = asyncio.get_running_loop()
     now, select = time.monotonic(), loop._selector.select

@@ -74,7 +74,7 @@ def write_vision_model(
 ) -> str:
     """Save the model in ``directory``.
 
-    The model's weights have a large spread, so a wrong position or a lost image gives very different results.
+    The model's weights are large, so a wrong position or a lost image changes the results very much.
     """
     directory.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(directory)

@@ -24,8 +24,8 @@ from learner.packed_model import PackedModel
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every full parameter of a plain or sharded model, one FSDP unit at a time.
 
-    Every rank must iterate to the end. Each parameter is yielded once, and tied parameters under their first name. A
-    tensor is valid only until the next step of the iteration.
+    Every rank must iterate to the end. Tied parameters are yielded once, under their first name. A tensor is valid only
+    until the next tensor is yielded.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -77,7 +77,7 @@ def assert_weights_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]
 
 
 def save_whole(directory: Path, model: PackedModel) -> str:
-    """Save a model that is on one rank, without the code that publishes weights and saves policies."""
+    """Save a model that is on one rank. Does not use the code that publishes weights and saves policies."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}

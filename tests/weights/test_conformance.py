@@ -80,7 +80,7 @@ async def test_every_token_was_sampled_with_the_policy_version_that_it_reports(
 ):
     if "loaded-in-threads" in request.node.callspec.id:
         monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "tests.support.threaded_models")
-    # Engines on a CPU pad each expert to 32 values per rank.
+    # On a CPU, an engine pads smaller experts to 32 values per rank. Experts of 64 values need no padding.
     wide = {"moe_intermediate_size": 64} if family == "qwen3_moe" and tp_size > 1 else {}
     path = save_tiny_model(tmp_path / "model", family, initializer_range=0.1, **wide)
     lora = LoraConfig(rank=4 if options.adapters else 0)
@@ -132,7 +132,7 @@ def prefixed_requests(name):
 
 
 def perturb(learner, seed):
-    """Change about a third of the weights by about 10%. All values of adapters change, because they begin at 0."""
+    """Change about a third of the weights by about 10%. Add random values to adapters, which are 0 at first."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in learner.pretrained.named_parameters():
         values = local_tensor(parameter.data)

@@ -1,4 +1,4 @@
-"""Loads that join the copies of many experts must write the same values as the model's own loader."""
+"""Weight loads that copy many experts at once. The model must get the same values as from its own loader."""
 
 import contextlib
 import gc
@@ -19,10 +19,10 @@ EXPERTS, WIDTH, HIDDEN = 6, 8, 4
 
 
 class Mixture(nn.Module):
-    """Loads weights like SGLang's models into w13 [E, 2I, H] and w2 [E, H, I]. Each rank has a part of both.
+    """A model with expert weights w13 [E, 2I, H] and w2 [E, H, I] as in SGLang. Each rank has a part of both.
 
     Args:
-        ranks: Number of tensor-parallel ranks. The model is that of the last rank.
+        ranks: Number of tensor-parallel ranks. This object is the model of the last rank.
         own: The experts of this rank.
         order: Order of the gate part and the up part in w13.
     """
@@ -104,7 +104,7 @@ def published(seed=0, dtype=torch.float32):
 def offer_of(tmp_path):
     """Return a function that publishes tensors.
 
-    The function's argument ``spoil`` names a tensor. Its first byte is changed after the digest was computed.
+    If the argument ``spoil`` names a tensor, the function changes the tensor's first byte after it computed the digest.
     """
 
     def make(tensors, spoil=None):
@@ -123,7 +123,7 @@ def offer_of(tmp_path):
 
 @contextlib.contextmanager
 def counted_copies(monkeypatch):
-    """Record the name of each parameter at every write into it. Yields the list of these names."""
+    """Yield a list. Each write into a parameter appends the parameter's name to the list."""
     counts, wrote = [], ComparedWrites._copy
 
     def count(self, name, target, source):
@@ -193,7 +193,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # an engine that releases its memory loses the values
+        for parameter in model.parameters():  # as in an engine that releases its memory
             parameter.data.fill_(torch.nan)
 
 
@@ -256,7 +256,7 @@ class Converts(Mixture):
 
 
 class Derives(Mixture):
-    """A model that stores a value that its loader computes from an expert."""
+    """A model whose loader also computes a value from each expert and stores this value."""
 
     def part_of(self, kind, tensor):
         self.derived = tensor.sum()
@@ -282,7 +282,7 @@ class ClearsFirst(Mixture):
 
 
 class Replaces(Mixture):
-    """A model whose loader changes the shape of parameters to a kernel's block layout and back."""
+    """A model whose kernel needs parameters in another shape. The loader restores the original shape for each load."""
 
     def load_weights(self, tensors):
         for parameter, flat in ((self.w13, self.w13.data), (self.w2, self.w2.data)):

@@ -112,7 +112,7 @@ def test_host_and_device_compute_the_same_digest_and_any_changed_bit_changes_it(
 
 def test_a_device_digest_is_the_sum_of_words_times_splitmix_factors():
     assert device_digest_of(np.zeros(9, dtype=np.uint8)) == 0
-    # The digest uses outputs of SplitMix64 as factors. The last two constants are the known test vector for state 0.
+    # The digest uses outputs of SplitMix64 as factors. The last two constants are its first outputs for state 0.
     factors = [1, 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1]
     words = np.array([3, -2, 5], dtype=np.int32)
     total = sum(int(word) * factor for word, factor in zip(words, factors, strict=True)) % (1 << 64)
@@ -127,7 +127,7 @@ def fused(held, name, tensor):
 
 
 def load_copies(offer, model):
-    """Load as on a GPU: the tensors are copies on the device, and `verify` compares the digests of these copies."""
+    """Load weights as on a GPU: copy the tensors to the device, and compare the digests of the copies."""
     weights = FileWeights(offer, torch.device("cpu"))
     with ComparedWrites(dict(model.named_parameters()), weights) as writes:
         model.load_weights(weights.tensors())
@@ -255,7 +255,7 @@ def test_digest_threads_and_other_threads_can_use_pools_during_a_load():
 
 
 def test_a_stream_is_opened_for_an_offer_that_was_read_from_json():
-    """An SGLang server reads offers from JSON. There the field ``carrier`` is a plain string, not a `Carrier`."""
+    """An SGLang server reads offers from JSON. In such an offer, ``carrier`` is a plain string, not a `Carrier`."""
     access = b"".join(zmq.curve_keypair()).decode()
     offer = WeightOffer(version=1, manifest="127.0.0.1:1", digest="", num_bytes=0, access=access)
     fields = json.loads(json.dumps(asdict(replace(offer, carrier=Carrier.engine_stream))))

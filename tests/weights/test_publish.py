@@ -161,7 +161,7 @@ class NewestOnly:
 
 
 def sent_and_received_by_a_rank(config, path, folder, hosts):
-    """Publish two versions over the network. Each rank then receives a version, as the host of an engine does."""
+    """Publish two versions over the network. Then each rank receives the second version, as an engine's host does."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]
@@ -238,7 +238,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return a pair: the inode of the frozen weights' manifest, which identifies the copy, and the merged weights."""
+    """Return a pair: the inode of the manifest of the frozen weights, and the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
@@ -291,7 +291,7 @@ def test_adapters_of_weights_outside_the_checkpoint_are_merged_with_a_warning(
 
 
 def deltas_of_a_rank(config, path, folder):
-    """Return a tuple for each version: kind, number of bytes, and whether the staged version equals the weights."""
+    """Return a tuple for each version: kind, whether the staged version equals the weights, number of bytes."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=-1, options=PublishOptions(full_every=3))
     stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
@@ -448,7 +448,7 @@ def test_a_failed_write_of_the_manifest_is_reported_to_the_log(tmp_path, monkeyp
 
 
 def failed_publish(config, path, folder, where):
-    """Make a publish in which rank 1 fails. Returns this rank's errors and reports."""
+    """Publish a version while the method ``where`` fails on rank 1. Returns a pair: this rank's errors and reports."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     log = KeptLog()
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2, log=log)
@@ -491,7 +491,7 @@ def test_a_saved_policy_includes_its_tokenizer(tmp_path: Path) -> None:
 
 
 def saved_by_a_rank(config, path, folder):
-    """Save the policy. Rank 1 gets another folder than rank 0. Returns the whole weights on rank 0."""
+    """Save the policy, with a different folder per rank. Returns the whole weights on rank 0, else an empty dict."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     save_policy(trainer, f"{folder}/{trainer.mesh.rank}")

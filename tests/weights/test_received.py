@@ -29,7 +29,7 @@ from tests.support.training_run import ROOT
 class Network:
     """A learner of one rank that sends its versions over the network.
 
-    If ``deltas`` is true, three of four versions can also be sent as a delta.
+    With ``publish(deltas=True)``, three of four versions can also be sent as a delta.
 
     Attributes:
         images: The bytes of each version.
@@ -141,9 +141,9 @@ async def test_two_hosts_with_two_engines_each_receive_one_copy_per_host(tmp_pat
 
 
 def print_bytes_on_the_network(folder):
-    """Publish two versions of 4 MB each to two hosts with two engines each. Prints a number for each version.
+    """Publish two versions of 4 MB each to two hosts with two engines each.
 
-    The number is the bytes that the kernel counts on loopback, divided by the hosts and by the published bytes.
+    For each version, print the bytes that went over loopback per host and per published byte.
     """
     learner = Network(folder / "published", num_receivers=2, num_values=2_000_000)
     stagers = [
@@ -308,7 +308,7 @@ async def test_after_a_cancelled_wait_another_engine_gets_the_lock(network, host
 
 
 def stage(state, offer, memory, number, timeout_s):
-    """Stage a version as a rollout worker does, and return the bytes of the version. The version stays staged."""
+    """Stage a version as a rollout worker does, and return the bytes of the version. The stager stays open."""
     state["stager"] = WeightStager(f"engine-{number}", memory=Path(memory), copies=False, timeout_s=timeout_s)
 
     async def staged():
@@ -372,7 +372,7 @@ def test_if_the_receiver_dies_one_of_the_waiting_engines_receives(tmp_path):
 
 
 def stop_in_a_transfer(state, memory):
-    """Make each transfer of a version write this process's id to a file, and then wait for another file."""
+    """Pause each transfer: write this process's id to a file, then wait until the file ``go`` exists."""
     receive = WeightGroup.receive
 
     def waiting(self, data, source, deadline):

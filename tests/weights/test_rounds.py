@@ -133,7 +133,7 @@ def test_the_channel_ignores_messages_of_a_client_without_the_key():
 
 
 def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
-    """A false server without the key sends each message of the client back to it.
+    """A false server does not know the key. It sends the client's proof of the key back to the client.
 
     The client must not accept its own proof as the proof of the server.
     """
@@ -265,7 +265,7 @@ def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
 def test_a_stream_needs_no_name_service(tmp_path):
     """Torch's store asks a name service (DNS) at each connection, but a stream must not depend on it.
 
-    Each lost answer of the name service delayed a connection by 5 s, and receivers missed transfers.
+    Otherwise, a lost answer of the name service delays a connection by 5 s, and receivers miss transfers.
     """
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(20)
 
 @pytest.fixture
 def make_stager(tmp_path):
-    """Yield a function that makes stagers, which stage versions below one folder. The fixture closes the stagers."""
+    """Yield a function that makes stagers. All stagers use the same folder. The fixture closes the stagers."""
     made = []
 
     def make(name="engine-0", *, copies=False, timeout_s=10.0):
@@ -349,7 +349,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_only_adapters(mak
 
 
 class NetworkLearner(Learner):
-    """Sends its versions over loopback as one rank. Records for each transfer whether a delta was sent."""
+    """A learner of one rank that sends its versions over loopback. ``deltas_sent`` says which transfers were deltas."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -367,7 +367,7 @@ class NetworkLearner(Learner):
         offer = super().publish()
         manifest = read_manifest(offer)
         delta = None
-        if manifest.delta is not None:  # a single rank needs only one delta file
+        if manifest.delta is not None:  # one rank sends one delta file, so join the two
             manifest = replace(
                 manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
             )
@@ -408,7 +408,7 @@ async def test_a_stream_sends_a_full_version_to_a_host_without_the_previous_vers
                 assert np.array_equal(bytes_of(local), network.images[version])
     async with make_stager("engine-1", copies=True).staged(offer) as local:
         assert np.array_equal(bytes_of(local), network.images[3])
-    assert network.deltas_sent == [False, True, False]  # the other engine uses version 3 on its host
+    assert network.deltas_sent == [False, True, False]  # engine-1 finds version 3 on its host
 
 
 async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager, network, tmp_path, caplog):
@@ -425,7 +425,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
 
 
 def outside(tmp_path):
-    """Make a folder outside of all published folders. A manifest must not be able to name files in this folder."""
+    """Make a folder outside of all published folders. Staging must not write into this folder."""
     folder = tmp_path / "outside"
     folder.mkdir()
     return folder

@@ -260,7 +260,7 @@ def test_a_round_with_a_stopped_rank_fails_and_the_rank_sends_after_it_continues
             with pytest.raises(WeightsError, match=r"version 1 was not received from 127.0.0.1:\d+ in 3 rounds"):
                 receiver.answer(20.0)
         senders[1].signal(signal.SIGCONT)
-        for receiver in receivers:  # the rank needs some seconds to notice the end of its round
+        for receiver in receivers:  # only after some seconds, the rank notices that its round has ended
             receiver.ask(receive, offered, str(tmp_path / "received"), 5.0)
         for receiver in receivers:
             assert_holds(receiver.answer()[0], 1)
@@ -360,7 +360,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
 
 
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
-    """An evaluation pins a version: the version stays offered, because an engine that joins late can still need it."""
+    """While an evaluation pins a version, this version stays offered, because late engines can still need it."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
@@ -394,9 +394,9 @@ async def test_a_receiver_whose_answers_are_lost_repeats_its_request_and_then_ra
 
 
 async def test_a_rank_without_the_version_ends_the_round_before_the_deadline(ranks, tmp_path):
-    """If a learner rank no longer has the version, receivers must not wait for the deadline of the transfer.
+    """If a learner rank no longer has the version, the receivers' requests fail before the deadline of the transfer.
 
-    The receivers can then request a newer version.
+    So the receivers can request a newer version early.
     """
     offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
     ranks[1]["sender"].retire(2)
@@ -532,7 +532,7 @@ def test_closed_senders_leave_no_thread(ranks):
 
 def test_senders_that_are_closed_in_a_round_leave_no_thread(ranks_into_engines, tmp_path):
     weights = ArrivingWeights(offered_by(ranks_into_engines, 1, tmp_path), torch.device("cpu"), timeout_s=10.0)
-    next(weights.tensors())  # the receiver reads nothing more, so the transfer does not end
+    next(weights.tensors())  # the receiver reads only one tensor, so the transfer does not end
     for state in ranks_into_engines:
         state["sender"].close()
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
