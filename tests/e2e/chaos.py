@@ -137,7 +137,7 @@ def drawn_events(seed: int) -> Iterator[Event]:
 def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
     """Mount a file system of limited size on ``folder``.
 
-    Only root can mount a file system. If the body of the ``with`` fails, the files are copied to a folder beside ``folder``.
+    Only root can mount a file system. If the body of the ``with`` fails, the files are copied to a sibling folder.
     """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
