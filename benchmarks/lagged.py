@@ -175,7 +175,7 @@ class LaggedTraining:
 
 
 def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
-    """Wait until a publish is finished, and return its offer. Rank 0 makes the offer, and it is the only rank."""
+    """Wait until a publish is finished, and return its offer. The learner's only rank, rank 0, makes the offer."""
     offer = pending.result()
     assert offer is not None
     return offer

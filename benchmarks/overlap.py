@@ -123,7 +123,7 @@ class Measurement:
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """Return the median seconds per step in which a rank computes, or copies weights for a publish."""
+        """Return the median seconds of an update, plus the median seconds to copy the weights for a publish."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 

@@ -52,10 +52,10 @@ def test_each_importance_weight_gives_its_golden_numbers(weight, cap, want):
         ({"masks": []}, [1, 1, 1, 1]),
         ({"masks": [Mask.token]}, [0, 1, 1, 1]),
         ({"masks": [Mask.token], "token_band": (0.2, 3.5)}, [1, 1, 0, 1]),
-        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the two products of weights are 1 and 3
+        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the products of the weights of the two trajectories are 1 and 3
         ({"masks": [Mask.sequence], "sequence_band": (0.5, 3.5)}, [1, 1, 1, 1]),
-        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the two geometric means are 1 and 3
-        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # k3 is (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75 and 3 - 1 - log 3 = 0.90
+        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the geometric means of the two trajectories are 1 and 3
+        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # k3: (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75, then 3 - 1 - log 3 = 0.90
         ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
     ],
 )
