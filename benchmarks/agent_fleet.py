@@ -1,4 +1,4 @@
-"""Compares the turns per second of two agents: an agent in the rollout fleet, and a bare agent without the fleet.
+"""Compares the turns per second of two agents: one agent runs in the rollout fleet, and a bare agent runs without it.
 
 The fleet has a buffer server, a rollout loop, the endpoint, and a child process that runs the environment. The bare
 agent sends token ids directly to the engine. Both agents sample turns of equal length. Between the turns, tools take a
@@ -131,7 +131,7 @@ class _Bench:
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
 
     async def learn(self) -> None:
-        """Consume each batch as soon as the batch is complete, and announce the next version, until cancelled."""
+        """Consume each complete batch, and announce the next version. The task runs until it is cancelled."""
         for version in itertools.count():
             await self.control.plan(version)
             await self.learner.offer(
@@ -140,13 +140,13 @@ class _Bench:
             await self.control.commit(version)
 
     async def feed(self) -> None:
-        """Keep the buffer's queue filled with `PLACES` prompts, until cancelled."""
+        """Keep `PLACES` prompts in the buffer's queue. The task runs until it is cancelled."""
         while True:
             await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def drained(self) -> None:
-        """Wait until no group is in the buffer's queue, and until the engine generates no group.
+        """Wait until the buffer's queue is empty and the engine has finished all groups.
 
         Raises `TimeoutError` after `_DRAIN_S` seconds.
         """

@@ -56,7 +56,7 @@ class SearchAgent:
         self._rng = rng
 
     def play(self) -> Episode:
-        """Play the episode: search, summarize the context if it is half full, write three drafts, and answer."""
+        """Play the episode: search, summarize the context when the context is half full, write three drafts, answer."""
         turn = self._turn(PROMPT, [])
         for number in range(self._between(self._lengths.rounds)):
             results = self._results()
@@ -65,7 +65,7 @@ class SearchAgent:
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
                 continue
-            if self._rng.random() < 0.1:  # Search again: new results replace the first results.
+            if self._rng.random() < 0.1:  # Repeat the search. The new results replace the old results.
                 self._turn(turn, results)
                 results = self._results()
             turn = self._turn(turn, results)
@@ -130,11 +130,11 @@ def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
     """Count the tokens of the groups in several ways.
 
     Returns:
-        A count of tokens per name. ``shared``: common tokens of branches are packed once. ``branches``: each branch (a
+        Numbers of tokens by name. ``shared``: common tokens of branches are packed once. ``branches``: each branch (a
         path from the root to a leaf) is packed separately. ``turns``: each sampled turn is packed separately with its
-        whole context, as in a trainer of single requests. ``distinct``: each token of the trees counts once; no
-        packing needs fewer tokens. ``trained``: tokens in the loss. The result also has the number of branches
-        (``num_branches``) and the number of turns (``num_turns``).
+        whole context, as in a trainer of single requests. ``distinct``: each token of the trees is counted once. Every
+        packing needs at least this number of tokens. ``trained``: tokens in the loss. The result also has the number of
+        branches (``num_branches``) and the number of turns (``num_turns``).
     """
     sequences = [sequence for group in groups for sequence in group_sequences(group)]
     sampled = [turn for sequence in sequences for turn in sequence.turns]

@@ -152,9 +152,9 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """Return for each call to a bare server the seconds of the call, minus the duration of the call's turn.
+    """Return one value per call of a bare server: the seconds of the call, minus the duration of its turn.
 
-    The bare server waits for the duration of the turn, and then answers.
+    The bare server only waits for the duration of the turn, and then answers.
     """
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "call_1_0", "type": "function", "function": function}
@@ -176,7 +176,7 @@ async def _bare_latencies() -> list[float]:
 
 
 async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
-    """Play all episodes in a separate process. Return the seconds of each call minus the duration of its turn."""
+    """Play all episodes in a separate process. Return one value per call: its seconds, minus the turn's duration."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, _play_all, accesses)
 
@@ -213,11 +213,11 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Return three ratios by name: the number of tokens that the learner packs, divided by three other counts.
+    """Count the tokens that the learner packs for the trees of a search agent. Return three ratios by name.
 
-    The learner packs the trees of the search agent, so that branches share their common tokens. Two of the other counts
-    include common tokens several times: the tokens of all branches, and the tokens of all turns with their contexts.
-    The third count includes each token of the trees once. No packing needs fewer tokens.
+    In this packing, branches share their common tokens. Each ratio divides the packed tokens by another number: the
+    tokens of all branches, the tokens of all turns with their contexts, or the distinct tokens of the trees. Every
+    packing needs at least the distinct tokens.
     """
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}

@@ -258,8 +258,9 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
     """Compare the buffer with Ray's queue and TransferQueue, with batches of 2.2 MB.
 
     Returns:
-        Two ratios by name: the time of Ray's queue or of TransferQueue, divided by the time of the buffer. For
-        TransferQueue, the faster of two settings counts. If TransferQueue is not installed, its ratio is None.
+        Two ratios by name: the time of Ray's queue or of TransferQueue, divided by the time of the buffer.
+        TransferQueue is measured with two settings, and the ratio uses the faster setting. If TransferQueue is not
+        installed, its ratio is None.
     """
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
@@ -354,8 +355,8 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
     """Run workers and ranks at the same time for ``duration_s`` seconds. Workers store groups, and ranks fetch groups.
 
     Returns:
-        ``slowest_producer_share``: groups of the slowest worker, divided by the mean over all workers.
-        ``most_stored_share``: the largest number of stored bytes, divided by ``max_stored_bytes``.
+        ``slowest_producer_share``: number of groups from the slowest worker, divided by the mean over all workers.
+        ``most_stored_share``: the largest number of bytes that the buffer stored, divided by ``max_stored_bytes``.
     """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
@@ -376,7 +377,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # The next iteration requests leases at the current version.
+                    wait.cancel()  # In the next iteration, the worker requests leases at the new version.
                 if not wait.done():
                     continue
                 for lease in wait.result():

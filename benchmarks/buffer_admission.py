@@ -1,9 +1,9 @@
 """Compares the buffer's admission rule for new groups with a former rule.
 
-A worker that dies first saves the tokens of its unfinished groups. The benchmark measures how many of the saved tokens
-do not become too old for training. It simulates a saturated system on the ledger (the states of all groups), without
-sockets or clocks. Workers run every group that the rule admits. From time to time, a worker saves its tokens and dies.
-The learner takes a batch as soon as a batch is ready.
+Before a worker dies, the worker saves the tokens of its unfinished groups. Some saved tokens become too old for
+training. The benchmark measures the share of the other saved tokens. It simulates a saturated system on the ledger (the
+states of all groups), without sockets or clocks. Workers run every group that the rule admits. From time to time, a
+worker dies. The learner takes each batch as soon as the batch is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -57,7 +57,7 @@ class SaturatedRun:
     Args:
         rule: The rule that decides which groups are admitted.
         seed: Seed of the lengths and deaths.
-        max_deaths: A group is dropped when this many of its workers have died; 0 drops no group.
+        max_deaths: The ledger drops a group after this many of the group's workers have died. 0: never.
     """
 
     def __init__(self, rule: StalenessRule, *, seed: int, max_deaths: int = 0) -> None:
@@ -142,7 +142,7 @@ def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int =
 
 
 def admission_figures(*, num_ticks: int) -> dict[str, float]:
-    """Return by name which share of the saved tokens each admission rule keeps, with 16 groups per learner step."""
+    """Return the share of the saved tokens that each admission rule keeps, by name, with 16 groups per step."""
     figures = {}
     for max_lag in (1, 2):
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)

@@ -2,9 +2,9 @@
 
 There are three parts. The part ``scripted`` measures engines of different speeds, samples of two lengths, and an engine
 that dies. This part takes two minutes. The part ``leases`` measures a thousand simulated workers on the real buffer
-server. This part takes half a minute. The part ``engines`` compares the fleet on two real SGLang servers with a bare
-client, and kills a server in each of four fleets. This part takes six minutes, and needs an idle machine with two or
-more cores. The last line of the output is JSON.
+server. This part takes half a minute. The part ``engines`` compares a fleet on two real SGLang servers with a client
+that calls the servers directly. This part also kills a server in each of four fleets. It takes six minutes, and needs
+an idle machine with two or more cores. The last line of the output is JSON.
 """
 
 from __future__ import annotations

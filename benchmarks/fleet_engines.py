@@ -50,7 +50,7 @@ NUM_ROUNDS = 5
 NUM_KILLS = 4
 USUAL_S = 10.0
 """Seconds in which the usual rate of the surviving engine is measured, before each kill and after each recovery."""
-SPREAD_S = 4.0  # The first prompts are enqueued over this many seconds. Pauses around a kill are equally long.
+SPREAD_S = 4.0  # Time to enqueue the first prompts; also the duration of each pause before and after a kill.
 _VOCABULARY = 1000
 
 
@@ -76,10 +76,10 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """Start the engine, and pin its server process to the engine's CPU core.
+        """Start the engine, and pin the engine's server process to one CPU core.
 
-        The server process inherits the pinning of this process. So this method pins this process to the CPU core for
-        half a second, while it starts the server.
+        A new server process inherits the pinned core of its parent. So this method pins the parent, the benchmark's
+        process, to the core for half a second. In this time the server process starts.
         """
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
@@ -90,7 +90,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive, because a measurement is too short to count only finished samples."""
+        """Count tokens when they arrive. A measurement is too short to count only the tokens of finished samples."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
@@ -138,7 +138,7 @@ def prompts_of(number: int) -> Iterator[np.ndarray]:
 
 
 def measure_engines() -> dict[str, float]:
-    """Compare the fleet with a client that calls the SGLang servers directly. Then measure the recovery from kills.
+    """Compare the fleet with a client that calls the SGLang servers directly. Then kill servers and measure recoveries.
 
     Return the figures by name.
     """
@@ -159,13 +159,16 @@ async def _measure(scratch: Path) -> dict[str, float]:
 
 
 async def _rates(fleet: _Fleet) -> dict[str, float]:
-    """Measure alternately the fleet, and a client that calls the servers directly. Return the figures by name."""
+    """Alternate measurements of the fleet with measurements of a bare client. Return the figures by name.
+
+    The bare client calls the servers directly.
+    """
     rates: dict[str, list[float]] = {"fleet": [], "bare": []}
     for turn in range(NUM_ROUNDS + 1):
         sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
         for side in sides:
             rate = await (fleet.roll_out(GROUPS_PER_ROUND) if side == "fleet" else _bare(fleet, GROUPS_PER_ROUND))
-            if turn:  # Do not count the first repetition, because it is a warm-up.
+            if turn:  # Do not record the first repetition, which is a warm-up.
                 rates[side].append(rate)
                 logger.info("%s: %.0f tokens/s", side, rate)
     paired = [fleet_rate / bare for fleet_rate, bare in zip(rates["fleet"], rates["bare"], strict=True)]
@@ -272,10 +275,10 @@ class _Kills:
     Measures how long the recovery takes, how many tokens are lost, and how fast the surviving engine generates tokens.
 
     The speed of a CPU core changes by a fifth within minutes. So the time of each recovery is divided by the time
-    in which that engine started before the kill. The other engine works during the start and the recovery. A sample's
-    tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. So the rate of
-    the surviving engine is measured over all recoveries together. For comparison, this rate is also measured over all
-    periods before and after the recoveries, and over the first starts of the engines that are killed later.
+    that the same engine needed for its first start. The other engine works during the start and the recovery. A
+    sample's tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. So the rate
+    of the surviving engine is measured over all recoveries together. For comparison, this rate is also measured over
+    all first starts, and over all periods before and after the recoveries.
     """
 
     def __init__(self) -> None:
@@ -284,7 +287,7 @@ class _Kills:
         self._lost: list[float] = []
 
     async def strike(self, fleet: _Fleet) -> None:
-        """Start both engines one after the other. While both work, kill the server of the engine that started last.
+        """Start both engines one after the other. While both engines work, kill the server of the second engine.
 
         Add the measured times, rates and lost tokens to the figures.
         """
@@ -307,9 +310,9 @@ class _Kills:
         logger.info("started in %.1f s, served again after %.1f s", start_s, took_s)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all kills by name: ratios of times and rates, and the largest loss of a kill.
+        """Return the figures by name: ratios of times and rates over all kills, and the largest loss in one kill.
 
-        The loss is the number of lost tokens per running sample, divided by `STREAM_INTERVAL`.
+        The loss of a kill is the number of lost tokens per running sample, divided by `STREAM_INTERVAL`.
         """
         return {
             "recovery_vs_engine_start": statistics.median(self._vs_start),

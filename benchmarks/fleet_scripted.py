@@ -2,7 +2,7 @@
 
 Four rollout loops with scripted engines use a real buffer server. A scripted engine writes each sample at a fixed pace.
 So the fleet's throughput, divided by the sum of its engines' speeds, depends only on the assignment of work. The
-engines write few tokens per second, so this process has little work and does not limit the throughput. To check this,
+engines write few tokens per second, so this process has little work and does not limit the throughput. As a check,
 `share_of_speeds` also returns the share of the time in which this process is busy.
 """
 
@@ -49,7 +49,7 @@ OCCUPANCY_GROUPS = 160
 
 @dataclass(kw_only=True)
 class _FleetRun:
-    """Engines on one buffer server, and a learner that takes each batch as soon as the batch is complete."""
+    """A test system: engines that use one buffer server, and a learner that takes each complete batch immediately."""
 
     server: BufferServer
     control: ControlClient
@@ -57,7 +57,7 @@ class _FleetRun:
     workers: list[LocalWorker]
 
     async def learn(self) -> None:
-        """Queue prompts, consume batches and announce new versions until cancelled.
+        """Queue prompts, consume batches and announce new versions. The task runs until it is cancelled.
 
         The queue always has more prompts than the buffer admits.
         """
@@ -92,7 +92,7 @@ class _SlowToStart(ScriptedEngine):
 
 
 class _Meter:
-    """Integrates the number of an engine's running samples over time, from the first sample to the latest `mark`."""
+    """Integral of an engine's number of running samples over time, from the first sample to the latest `mark`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -212,7 +212,7 @@ class LocalWorker:
         self._keeping = asyncio.create_task(keep_up(self))
 
     async def begin(self) -> None:
-        """Start another engine in place of the failed one."""
+        """Start a new engine in place of the failed engine."""
         self.member.restart()
         self.engine = self._make()
         await self._come_up()
@@ -295,11 +295,11 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """Return which share (0 to 1) of the engines' slots is occupied on average, until the last group begins.
+    """Return the mean share (0 to 1) of the engines' slots that are occupied, until the last group begins.
 
     A slot is the capacity for one sample. One group in four is ten times longer than the other groups. All samples of a
-    group have the same length, so a slot is empty only while a group is scored, stored and leased. At the end, engines
-    hand over running groups to other engines. The measurement ends earlier, when the last group gets its first lease.
+    group have the same length, so a slot is empty only while a group is scored, stored and leased. The measurement ends
+    when the last group gets its first lease. After that, engines would hand over running groups to other engines.
     """
 
     def length(prompt_id: int) -> int:

@@ -133,7 +133,7 @@ class FakeUpdate:
         peak_kinds: The peak bytes by the tracker's kinds, for example parameters, gradients and activations.
         collectives: Number of calls of each collective, by name.
         collective_bytes: Bytes of the results of each collective, by name.
-        waits: Names of the calls, in the loop over micro-batches, that would make the host wait for the device.
+        waits: Names of the calls that would make the host wait for the device in the loop over micro-batches.
         dtypes: Pairs (dtype of a trained parameter, dtype of its gradient).
         num_without_gradient: Number of trained parameters without a gradient.
         num_units: Number of modules that FSDP gathers separately.
@@ -205,9 +205,10 @@ def fake_update(
 
     Args:
         settings: The model's ``config.json``.
-        learner: Options of the learner group. Its dtype and attention kernel are replaced by the values for a GPU.
+        learner: Options of the learner group. The function replaces the dtype and the attention kernel by the values
+            for a GPU.
         algorithm: Options of the loss. None means the defaults.
-        num_sequences: Sequences per micro-batch. They have equal lengths. Half of each sequence is in the loss.
+        num_sequences: Sequences per micro-batch. All have the same length. Half of each sequence is in the loss.
     """
     update = FakeUpdate()
     with tempfile.TemporaryDirectory() as folder, _fake_group(learner) as mesh:

@@ -1,4 +1,4 @@
-"""Computes the GPU memory of a learner, and how often the learner's host would wait for the GPU.
+"""Computes how much GPU memory a learner needs, and how often its host would wait for the GPU.
 
 ``python -m benchmarks.gpu_paper`` does not need a GPU. The memory and the waits come from an update on fake tensors at
 full width (`benchmarks.full_size`). The update runs at two depths. The peak memory is extrapolated to the full depth,
@@ -64,7 +64,7 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def waits_of_experiments() -> dict[str, int]:
-    """Return for each experiment, by name, how often the host would wait for the GPU in the loop over micro-batches.
+    """Count how often the host would wait for the GPU in the loop over micro-batches. Return a number per experiment.
 
     The result has all experiments of ``configs/experiment`` except ``custom``. Each model is reduced to two layers.
     """
@@ -79,10 +79,10 @@ def waits_of_experiments() -> dict[str, int]:
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """Return for each built-in experiment, by name, why the experiment does not fit on its GPUs.
+    """Check whether the built-in experiments fit on their GPUs. Return one text per experiment.
 
-    The text is empty if the experiment fits. An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of
-    80 GB``. The text is also empty if the file does not have this comment.
+    The text says why the experiment does not fit. It is empty if the experiment fits. A comment in the experiment's
+    file names the GPUs (``Hardware: ... GPUs of 80 GB``). The text is also empty if the file has no such comment.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -99,7 +99,7 @@ def experiments_that_fit() -> dict[str, str]:
 
 
 def main() -> None:
-    """Compute a learner's GPU memory, and how often it would wait for the GPU. Print a table, then figures as JSON."""
+    """Compute a learner's GPU memory, and how often its host waits for the GPU. Print a table, then figures as JSON."""
     torch.set_num_threads(1)
     rows: dict[str, str] = {}
     errors, peaks = [], {}
@@ -121,7 +121,7 @@ def main() -> None:
         "experiments_that_fit": statistics.mean(not reason for reason in fits.values()),
         "frozen_head_backward_ratio": frozen_head_ratio(5),
     }
-    title = "what a GPU would see; checkpointing, gradients reduced per micro-batch, 16,384 tokens per rank"
+    title = "costs on a GPU; activation checkpointing, gradients reduced per micro-batch, 16,384 tokens per rank"
     print_report(title, rows, figures, TARGETS, baseline="torch's memory tracker, an output layer that is trained")
 
 

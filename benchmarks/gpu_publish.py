@@ -24,7 +24,7 @@ DEVICE = torch.device("meta")
 
 
 class HostToDevice(TorchDispatchMode):
-    """Counts the bytes of host tensors that operations in a ``with`` block copy to `DEVICE`.
+    """Counts the bytes that operations in a ``with`` block copy from host tensors to `DEVICE`.
 
     Attributes:
         num_bytes: Bytes that the device receives.
@@ -45,10 +45,10 @@ class HostToDevice(TorchDispatchMode):
 
 
 class _CountedWeights(FileWeights):
-    """The weight files of a version. This class counts the bytes that its copying thread sends to the device.
+    """The weight files of a version. This class counts the bytes that its own thread copies to the device.
 
     Attributes:
-        num_bytes: Bytes that the copying thread has sent.
+        num_bytes: Bytes that the thread has copied.
     """
 
     num_bytes = 0
@@ -61,9 +61,9 @@ class _CountedWeights(FileWeights):
 
 
 class _Model(nn.Module):
-    """A model that loads weights as an engine's model does.
+    """A model that loads weights in the same way as the model of an engine.
 
-    It has joined projections, experts in one parameter, and plain parameters.
+    The q, k and v projections share one parameter, and the experts share one parameter.
     """
 
     def __init__(self, hidden: int, num_experts: int) -> None:
@@ -74,7 +74,7 @@ class _Model(nn.Module):
             self.embedding = nn.Parameter(torch.empty(40 * hidden, hidden, dtype=torch.bfloat16))
 
     def published(self) -> dict[str, Tensor]:
-        """Return random tensors under the names of a checkpoint, in which projections and experts are separate."""
+        """Return random tensors, with names as in a checkpoint: one tensor per projection and one per expert."""
         hidden = self.qkv.shape[1]
         tensors = {f"{name}_proj": torch.randn(hidden, hidden) for name in "qkv"}
         tensors |= {f"experts.{index}": torch.randn(hidden, hidden) for index in range(len(self.experts))}
@@ -168,16 +168,16 @@ class _CountingObserver(LoadObserver):
 
 
 class _Unverified:
-    """Replaces the `FileWeights` that `ComparedWrites` takes. This object has no data and no copying thread."""
+    """A replacement for the `FileWeights` argument of `ComparedWrites`, without data and without a copying thread."""
 
     copier = None
 
 
 def writes_per_expert_tensor(*, num_layers: int = 48) -> float:
-    """Return how many writes to parameters a later load of weights makes, divided by the writes of the first load.
+    """Load weights twice. Return the number of writes to parameters in the second load, divided by the first number.
 
-    The model has ``num_layers`` layers of Qwen3-30B-A3B. The first load writes each expert tensor separately; later
-    loads join writes.
+    The model has ``num_layers`` layers of Qwen3-30B-A3B. The first load writes each expert tensor separately. The
+    second load joins writes.
     """
     model = _Experts(num_layers)
     parameters = dict(model.named_parameters())

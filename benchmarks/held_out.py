@@ -68,8 +68,8 @@ class HeldOut:
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
     """Return the first x at which a noisy accuracy reaches a target.
 
-    The accuracy at x is the mean of the point at x and its two neighbors. At the first point, it is the mean of two
-    points. The last point is left out, because its mean would change as soon as the next point is measured.
+    The accuracy at a point is the mean of this point and its two neighbors. At the first point, the accuracy is the
+    mean of two points. The last point is left out, because its second neighbor is not measured yet.
 
     Args:
         curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30
@@ -81,7 +81,7 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
     """
     smooth = [
         (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
-        for index in range(len(curve) - 1)  # Leave out the last point, because the next point would change its mean.
+        for index in range(len(curve) - 1)  # Leave out the last point, because its second neighbor is not measured.
     ]
     if smooth and smooth[0][1] >= target:
         return smooth[0][0]

@@ -1,7 +1,7 @@
 """Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps earlier.
 
-asyncrl's own code chooses prompts and batches, samples, trains and publishes. All this runs one after another, and not
-in parallel processes. So the lag is the same at every step after the first ``lag`` steps, and a run takes seconds.
+asyncrl's own code chooses prompts and batches, samples, trains and publishes. This process does these tasks one after
+another. So the lag is the same at every step after the first ``lag`` steps, and a run takes seconds.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LaggedOutcome:
 
     @property
     def area(self) -> float:
-        """Mean held-out accuracy over the training: area under the curve (trapezoidal rule), divided by the steps."""
+        """Mean held-out accuracy over the training: area under `curve` (trapezoidal rule), divided by the steps."""
         versions = sorted(self.curve)
         return float(np.trapezoid([self.curve[version] for version in versions], versions) / versions[-1])
 
@@ -63,7 +63,7 @@ class LaggedTraining:
     """A training at a constant lag. Call `run` only once.
 
     Args:
-        config: The run; ``model.path`` is the policy to start from.
+        config: The options of the run; ``model.path`` is the initial policy.
         lag: Learner version that trains on a batch, minus the version that sampled the batch. 0 is on-policy. The first
             ``lag`` + 1 batches are sampled with version 0.
         eval_every: Learner steps between evaluations.
@@ -144,7 +144,7 @@ class LaggedTraining:
         return groups
 
     def _accuracy(self, snapshot: WeightOffer) -> float:
-        """Measure the mean reward of held-out prompts, sampled as in training. Torch's random state does not change."""
+        """Sample answers to held-out prompts; return the mean reward. Torch's random state does not change."""
         self._engine.load_weights(snapshot, timeout_s=self._config.rollout_fleet.load_timeout_s)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._config.seed)
@@ -156,7 +156,7 @@ class LaggedTraining:
         )
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, version: int) -> list[list[SampleOutput]]:
-        """Return one list of ``num_samples`` samples per prompt."""
+        """Return one list per prompt. Each list has ``num_samples`` samples."""
         requests = [
             SampleRequest(
                 id=f"{prompt.group_id}-{index}",
@@ -175,7 +175,7 @@ class LaggedTraining:
 
 
 def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
-    """Wait until a publish is finished, and return its offer. There is an offer, because the learner has one rank."""
+    """Wait until a publish is finished, and return its offer. The learner's only rank, rank 0, makes the offer."""
     offer = pending.result()
     assert offer is not None
     return offer

@@ -1,8 +1,8 @@
 """Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``.
 
-All times are CPU times of one thread. If a figure compares two times, each repetition measures one time and then the
-other. The figure is the median ratio over the repetitions. The comparison with TRL needs the ``bench`` extra. Without
-the extra, ``step_vs_trl`` is null. The last line of the output is JSON.
+All times are CPU times of one thread. If a figure is a ratio of two times, each repetition measures both times, and the
+figure is the median ratio over the repetitions. The comparison with TRL needs the ``bench`` extra. Without the extra,
+``step_vs_trl`` is null. The last line of the output is JSON.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def quickstart_batch() -> list[TokenSequence]:
 
 
 def long_tailed_batch() -> list[TokenSequence]:
-    """Return 96 sequences with log-normal response lengths, like reasoning traces: most are short, a few are long."""
+    """Return 96 sequences with log-normal response lengths, as in reasoning: most are short, a few are long."""
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 0.9, 96), 4, 400).astype(int)
     return sequences_of([8] * 96, lengths.tolist())
 
@@ -207,9 +207,9 @@ def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """Call ``step`` and return the CPU seconds.
+    """Call ``step`` and return the CPU seconds of the call.
 
-    With one thread, other work of the machine hardly changes the CPU seconds.
+    Because ``step`` uses one thread, other work of the machine hardly changes this value.
     """
     start = time.process_time()
     step()
@@ -219,8 +219,8 @@ def _seconds(step: Callable[[], object]) -> float:
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
     """Return the peak memory in bytes of a forward and backward pass for the log-probs of ``num_tokens`` tokens.
 
-    The inputs and their gradients are not counted. If ``way`` is "ours", the learner's function computes the log-probs
-    in chunks. If ``way`` is "naive", all logits exist at the same time. The measurement runs in a separate process.
+    The peak excludes the inputs and their gradients. If ``way`` is "ours", the learner's function computes the
+    log-probs in chunks. If ``way`` is "naive", all logits exist at the same time. A separate process measures the peak.
     """
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
@@ -304,10 +304,11 @@ def balance_max_over_mean() -> float:
 
 
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
-    """Return the tokens that the learner computes for 8 prompt groups, divided by the smallest possible number.
+    """Return how many tokens the learner computes for 8 prompt groups, divided by the smallest possible number.
 
-    The smallest possible number counts each prompt once and each response once. A prompt has ``num_prompt`` tokens and
-    ``num_samples`` responses of ``num_response`` tokens. A micro-batch has at most ``budget`` tokens.
+    The smallest possible number includes the tokens of each prompt and each response once. A prompt has ``num_prompt``
+    tokens and ``num_samples`` responses. A response has ``num_response`` tokens. A micro-batch has at most ``budget``
+    tokens.
     """
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
     for index, sequence in enumerate(sequences):
@@ -353,8 +354,8 @@ def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_0
     """Return the time of log-prob gradients with a frozen output layer, divided by the time with a trained layer.
 
     The time of the gradients is the time of a forward and backward pass, minus the time of a forward pass without
-    gradients. The result is the median over ``rounds`` repetitions. With a frozen layer, the gradients need one more
-    matrix product. With a trained layer, the gradients need three more products of the same size.
+    gradients. The result is the median over ``rounds`` repetitions. The gradients take one matrix product with a frozen
+    layer, and three matrix products of the same size with a trained layer.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)

@@ -6,14 +6,14 @@ first measures the in-process engine, then SGLang (figures that end in ``_sglang
 share the engine's core.
 
 At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So the run at
-max_lag 0 shows how long generation alone and training alone take. The ideal step is the longer of the two times. The
+max_lag 0 shows how long generation alone and training alone take. An ideal step takes the longer of the two times. The
 time of generation alone includes the wait for the last samples of a batch. At a larger max_lag, the engine generates
 other batches during this wait. So an efficiency can exceed 1.
 
 In a step, the engine and the rank each work for at least some tenths of a second (`Work`). The quickstart's own steps
-(``--work quickstart``) take less than a tenth of a second. The controller, the buffer and the messages of 256 short
-samples then take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So
-the benchmark compares only runs of the same repetition, and a figure is the median over the repetitions.
+(``--work quickstart``) take less than a tenth of a second. In such short steps, the controller, the buffer and the
+messages of 256 samples take a seventh of the two cores. The speed of a machine changes by more than the margin of the
+figures. So the benchmark compares only runs of the same repetition. A figure is the median over the repetitions.
 
 The recorder's cost is measured separately, because it is much smaller than the difference between two runs. The cost is
 the CPU time of one record (with the writing thread), multiplied by the largest number of records per step of a process.
@@ -47,7 +47,7 @@ ENGINES = {"transformers": "", "sglang": "_sglang"}
 """The engines, each with the suffix of the names of its figures."""
 NUM_STEPS = 30
 NUM_WARM_UP = 5
-"""Number of steps at the start of a run that are not measured, because they load code and allocate memory."""
+"""Number of first steps of a run. The benchmark does not measure them, because they load code and allocate memory."""
 NUM_RECORDS = 50_000
 _RUN_TIMEOUT_S = 600
 _LOOK_EVERY_S = 0.05
@@ -59,7 +59,7 @@ class Work:
 
     Attributes:
         groups: Prompts per step, with 8 samples each.
-        in_flight: Prompts for which the engine generates at the same time.
+        in_flight: Number of prompts that the engine processes at the same time.
         hidden: Width of the model.
         new_tokens: Longest response. Few responses end earlier, because all `VOCABULARY` tokens are about equally
             likely.
@@ -123,7 +123,7 @@ class Measurement:
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """Return how many seconds a rank computes in a step (median), including the copy of weights for a publish."""
+        """Return the median seconds of an update, plus the median seconds to copy the weights for a publish."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
@@ -140,9 +140,9 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """Return the difference between the available time and the sum of busy and idle times in the report.
+        """Return the error of the time report in nanoseconds, summed over the learner and the fleet.
 
-        The difference is in nanoseconds. It is summed over the learner and the fleet.
+        The error is the difference between the available time and the sum of all busy and idle times.
         """
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
-    """Make the runs of an engine. Return one dictionary per repetition. Each dictionary maps ``max_lag`` to its run."""
+    """Make the runs of an engine. Return one dictionary per repetition, which maps each ``max_lag`` to a run."""
     work = None if args.work == "quickstart" else WORKS[engine]
     steps = args.steps or (NUM_STEPS if work is None else work.steps)
     own = [] if work is None else work.overrides(folder / "work")
@@ -213,7 +213,7 @@ def _report(rounds: dict[str, list[dict[int, Measurement]]], *, record_s: float)
     rows["records"] = f"{per_step:.0f} per step, {record_s * 1e6:.1f} us each"
     figures["recorder_cost"] = max(_records_per_step(run) * record_s / run.step_s for run in measured)
     figures["attribution_error_ns"] = float(sum(run.attribution_error_ns() for run in measured))
-    title = "overlap of generation and training, a core each"
+    title = "overlap of generation and training, each pinned to a core"
     baseline = "the longer of generation and training alone, in the same repetition's run at max_lag 0"
     return 0 if print_report(title, rows, figures, targets, baseline=baseline) else 1
 
@@ -227,7 +227,7 @@ def _list(values: Sequence[float]) -> str:
 
 
 def _in_the_way(run: Measurement) -> str:
-    """Return a text with the largest causes of idle time, in seconds per step."""
+    """Return a text that lists the main causes of idle time, each with its seconds per step."""
     report = OverlapReport.of(run.trace).run
     parts = []
     for pool in (Pool.learner, Pool.fleet):
@@ -278,7 +278,7 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
 def _pin(folder: Path, seen: set[Path]) -> set[Path]:
     """Pin the engines to the first core and the learner ranks to the last core.
 
-    The processes are found by their profile files. Return the profile files that are not in ``seen``.
+    The profile files in ``folder`` name the processes. Return the profile files that are not in ``seen``.
     """
     cores, found = sorted(os.sched_getaffinity(0)), set()
     for path in set(folder.glob(f"quickstart/*/{FOLDER}/*.msgpack")) - seen:
@@ -288,16 +288,16 @@ def _pin(folder: Path, seen: set[Path]) -> set[Path]:
         found.add(path)
         if header[1]["pool"] in (Pool.fleet, Pool.learner):
             core = cores[0] if header[1]["pool"] == Pool.fleet else cores[-1]
-            # Pin all threads of the process. Later threads inherit the core.
+            # Pin all threads of the process. A thread that they start later inherits the core.
             for task in Path(f"/proc/{header[1]['pid']}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {core})
     return found
 
 
 def _records_per_step(run: Measurement) -> float:
-    """Return how many records per step a process writes: the largest value of all processes.
+    """Return the number of records per step of the process that writes the most records.
 
-    A span (a time interval) counts as two records.
+    A span (a time interval) takes two records.
     """
     counts: dict[str, int] = {}
     for notes, weight in ((run.trace.spans, 2), (run.trace.levels, 1), (run.trace.stamps, 1)):

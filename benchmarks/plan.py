@@ -3,13 +3,13 @@
 The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. The engine and the learner rank
 are each pinned to a core. The benchmark also makes runs at max_lag 1, 2 and 4 and with two engines. It predicts these
 runs from the recorded run. In the simulation all engines share one core, the rank has the second core, and other
-processes use both cores (`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
+processes use both cores (`HostModel`). ``--keep DIR`` keeps the runs, and ``--again DIR`` compares the kept runs.
 
 A machine's speed changes within minutes by more than the bounds of the figures. So the benchmark makes several
 repetitions. Each repetition predicts its own runs from its own recorded run. The figure is the median error over the
-repetitions. The order of the runs differs between repetitions. Equal runs of two repetitions also differ, and a
-prediction error below this difference means nothing. The benchmark also reports these differences
-(``equal_runs_differ_by``, ``equal_lags_differ_by``).
+repetitions. The order of the runs differs between repetitions. Runs with equal options also differ between repetitions.
+The benchmark reports these differences (``equal_runs_differ_by``, ``equal_lags_differ_by``). A prediction error below
+them means nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUM_SEEDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Options of a run. The benchmark predicts the run, and also makes it.
+    """Options of a run. The benchmark makes the run, and compares it with a prediction.
 
     Attributes:
         max_lag: ``buffer.max_lag`` of the run.
@@ -71,7 +71,7 @@ CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One repetition of the benchmark: a recorded run, predictions from this run, and real runs to compare with."""
+    """One repetition of the benchmark: a recorded run, the predictions from it, and the real runs that it predicts."""
 
     recorded: Calibration
     predicted: Mapping[Case, Sequence[SimulatedRun]]
@@ -99,7 +99,7 @@ class Round:
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """Return the measured seconds per step, divided by the predicted seconds per step, minus 1."""
+        """Return a - 1, where a is the measured seconds per step divided by the predicted seconds per step."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
@@ -144,7 +144,7 @@ def _read_run(folder: Path) -> Calibration:
     """Read the recorded run in ``folder``, and calibrate the planner from this run."""
     run = next((path.parent for path in folder.rglob(FOLDER) if (path.parent / "config.yaml").is_file()), None)
     if run is None:
-        raise FileNotFoundError(f"there is no recorded run in {folder}; make the runs with --keep")
+        raise FileNotFoundError(f"{folder} has no recorded run; make the runs with --keep first")
     return calibrate(Trace.load(run), read_config(run))
 
 
@@ -175,12 +175,12 @@ def _report(rounds: Sequence[Round]) -> int:
         "equal_lags_differ_by": max(_difference(each, lambda a, b: abs(a - b)) for each in mean_lags),
     }
     targets = {"throughput_error": Target(at_most=0.10), "lag_error": Target(at_most=0.3)}
-    title = "predictions from recorded runs, in-process engine, a core for engines and one for the rank"
-    return 0 if print_report(title, rows, figures, targets, baseline="the runs themselves") else 1
+    title = "predictions from recorded runs, in-process engine, one core for engines and one core for the rank"
+    return 0 if print_report(title, rows, figures, targets, baseline="the measured runs") else 1
 
 
 def _difference(values: Sequence[float], between: Callable[[float, float], float]) -> float:
-    """Call the function ``between`` for all pairs of ``values``, and return the median; 0 for a single value."""
+    """Call the function ``between`` for all pairs of ``values``; return the median result, or 0 without a pair."""
     return median([between(one, other) for one, other in combinations(values, 2)] or [0.0])
 
 
@@ -189,7 +189,7 @@ def _list(values: Iterable[float], digits: int = 3) -> str:
 
 
 def _idle(outcome: SimulatedRun) -> str:
-    """Return a text with the main predicted causes of idle time of learner and fleet, as shares of the whole time."""
+    """Return a text that lists the main predicted causes of idle time, each with its share of the whole time."""
     pools = {"learner": outcome.learner_idle, "fleet": outcome.fleet_idle}
     return "; ".join(
         f"{pool} idle: " + ", ".join(f"{cause} {share:.0%}" for cause, share in _largest(causes))

@@ -34,7 +34,13 @@ VOCABULARY, NUM_SAMPLES = 1000, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Seconds of a run, summed over all steps except the first: time waiting for batches, time preparing, all time."""
+    """The times of a run in seconds, summed over all steps except the first.
+
+    Attributes:
+        waited_s: Time in which the rank waits for batches.
+        prepared_s: Time in which the rank prepares batches.
+        total_s: Time of waiting and training.
+    """
 
     waited_s: float
     prepared_s: float
@@ -81,7 +87,7 @@ async def store(address: str, num_groups: int, length: int) -> list[int]:
 def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int, announces: bool) -> Steps:
     """Make one learner step for each list of group ids in ``steps``; return the times of all steps except the first.
 
-    The first step has the number ``first``. If ``announces`` is true, all steps are announced before the first step
+    ``first`` is the number of the first step. If ``announces`` is true, all steps are announced before the first step
     begins.
     """
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
@@ -98,7 +104,7 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
     ]
     for batch in batches if announces else ():
         worker.announce(batch)
-    # Leave out the first step, because no other step runs while its batch is prepared.
+    # Leave out the first step, because its batch cannot be prepared during an earlier step.
     metrics = [worker.step(batch) for batch in batches][1:]
     waited, prepared, trained = (sum(each[name] for each in metrics) for name in ("fetch_s", "prepare_s", "train_s"))
     return Steps(waited_s=waited, prepared_s=prepared, total_s=waited + trained)
@@ -107,7 +113,7 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
 def measure(groups_per_step: int, length: int, num_steps: int, rounds: int) -> dict[str, float]:
     """Make ``rounds`` pairs of runs, and return the figures by name.
 
-    A pair is a run whose steps are not announced, and a run whose steps are announced.
+    In the first run of a pair, no step is announced. In the second run, all steps are announced.
     """
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     num_groups = groups_per_step * num_steps

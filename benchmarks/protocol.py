@@ -28,7 +28,7 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# The workers are started this many times, because a worker's speed depends on its CPU core.
+# Start the workers this many times, because a worker's speed depends on its CPU core.
 # After each start, the benchmark calls asyncrl's and plain Ray's workers alternately, and divides the two times.
 # The reported ratio is the median over all starts of the workers.
 NUM_STARTS = 3
@@ -71,7 +71,7 @@ def codec_round_trip(data: DataProto) -> None:
 
 
 def torch_save_round_trip(data: DataProto) -> None:
-    """Encode and decode a batch in verl's way: tensors with torch.save, and everything else with pickle."""
+    """Encode and decode a batch in the same way as verl: tensors with torch.save, and everything else with pickle."""
     file = io.BytesIO()
     assert data.batch is not None
     torch.save(data.batch.contiguous().consolidate(), file)
@@ -94,7 +94,7 @@ def plain_arrays(data: DataProto) -> dict[str, np.ndarray]:
 
 
 def plain_dispatch(actors: list[Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Send arrays to plain Ray actors and join the results: split, call, wait and concatenate."""
+    """Split the arrays, send each part to a plain Ray actor, and concatenate the results."""
     parts = {key: np.array_split(array, len(actors)) for key, array in arrays.items()}
     calls = [actor.echo.remote({key: part[rank] for key, part in parts.items()}) for rank, actor in enumerate(actors)]
     results = ray.get(calls)
@@ -142,8 +142,8 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 def measure_bytes(data: DataProto) -> tuple[int, int]:
     """Return how many bytes the driver receives if one worker group processes the result of another worker group.
 
-    The result is a pair. For the first number, the driver receives the batch from the first group and sends it to the
-    second group. For the second number, the driver passes only a future of the batch.
+    The result is a pair of numbers: if the driver receives the batch from the first group and sends the batch to the
+    second group, and if the driver passes only a future of the batch.
     """
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")

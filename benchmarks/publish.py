@@ -61,7 +61,7 @@ def save_model(directory: Path) -> str:
 
 
 def rank_main(model_path: str, folders: list[str]) -> None:
-    """Run one learner rank. The rank publishes weights to one folder after the other, and prints the times as JSON."""
+    """Run one learner rank. The rank publishes weights to each of the folders, and prints the times as JSON."""
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS)
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -101,17 +101,17 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         publisher.close()
         memory.append(_status("VmHWM") - before)
     # Report the memory only for the publishes to shared memory.
-    # If the folder is on a disk, the kernel also counts pages of other ranks in the memory of this rank.
+    # For a folder on a disk, the kernel's memory count of this rank also includes pages of other ranks.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
 
 
 def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
-    """Measure how long a publish takes on the learner's side. Return the figures of the slower rank by name.
+    """Measure how long the learner's ranks need for a publish. Return the figures of the slower rank by name.
 
-    Times are multiples of the time to copy the rank's shard once, and memory is a multiple of the model's bytes.
-    ``folders`` are a folder in shared memory and a folder on a disk.
+    Times are divided by the time to copy the rank's shard once. The memory is divided by the model's bytes. ``folders``
+    are a folder in shared memory and a folder on a disk.
     """
     reports = run_ranks("benchmarks.publish", "--rank", model_path, *folders)
     times = [report["times"] for report in reports]

@@ -1,7 +1,7 @@
 """Measures a publish from the memory of two gloo ranks to two receivers. All processes run on this host.
 
-``collective``: the version goes over loopback to two simulated hosts with two workers each. Each simulated host is a
-    folder in shared memory, and its workers use only this folder.
+``collective``: the ranks send the version over loopback to two simulated hosts with two workers each. Each simulated
+    host is a folder in shared memory. Its workers use only this folder.
 ``collective_engine``: each receiver reads the version from the network tensor by tensor, as a rank of an engine does.
     The receiver verifies all bytes, but has no model.
 """
@@ -89,8 +89,8 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
 def measure(model_path: str, scratch: Path, num_runs: int) -> dict[str, float]:
     """Measure how long all receivers wait for a version, and how many bytes they receive; return figures by name.
 
-    The times are divided by the time in which the slower rank copies its shard once. ``scratch`` is a folder in shared
-    memory.
+    The times are divided by the time that the slower rank needs to copy its shard once. ``scratch`` is a folder in
+    shared memory.
     """
     figures: dict[str, float] = {}
     for way in CARRIERS:
@@ -153,7 +153,7 @@ class _Hosts:
         """Let all workers receive the version that ``offer`` announces.
 
         Returns:
-            A pair: the value of `time.perf_counter` at the end, and the bytes of weights on the host that has more.
+            A pair: the value of `time.perf_counter` at the end, and the bytes of weights on the host with more bytes.
         """
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))
@@ -167,7 +167,7 @@ class _Hosts:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the allocated bytes of the safetensors files below a folder. Hard links to a file count once."""
+    """Return the allocated bytes of the safetensors files below a folder. Hard links to one file are counted once."""
     return sum(
         {
             found.st_ino: found.st_blocks * 512 for path in folder.rglob("*.safetensors") if (found := path.stat())
@@ -179,8 +179,8 @@ def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> t
     """Publish one version, and wait until all receivers have the version.
 
     Returns:
-        Three ratios: the time in multiples of one memcpy, a host's network bytes per published byte, and a host's
-        memory bytes per published byte.
+        Three ratios: the time divided by the time of one memcpy, the bytes that one host receives per published byte,
+        and the bytes in one host's memory per published byte.
     """
     for rank in ranks:
         assert rank.stdin is not None

@@ -1,4 +1,4 @@
-"""Measures the cost of publishing deltas (only changed values) and adapters: bytes, and time until the announcement.
+"""Measures the bytes, and the time until the announcement, if deltas (only changed values) or adapters are published.
 
 `benchmarks.publish` calls this module.
 """
@@ -26,7 +26,7 @@ from learner.roles import ACTOR
 SHARES = (0.01, 0.05)
 """Shares of the values that change in an update. The changed values are random, as in a run in bfloat16."""
 INDEX_BYTES = 2
-"""Bytes per changed value in an ideal encoding of positions: enough for the gap to the next changed value."""
+"""Bytes per changed value in an ideal encoding of positions. They store the gap to the next changed value."""
 LORA = LoraConfig(rank=16)
 TARGETS = {
     "delta_wire_vs_ideal": Target(at_most=1.2),
@@ -58,8 +58,8 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
     """Return the bytes of a delta file (the changed values of a version), divided by the ideal number of bytes.
 
-    Ideally, each changed value takes `INDEX_BYTES` bytes plus its own bytes. ``share`` is the fraction of the values
-    that change.
+    In an ideal file, each changed value takes its own bytes plus `INDEX_BYTES` bytes. ``share`` is the fraction of the
+    values that change.
     """
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
@@ -80,8 +80,8 @@ def publish_memcpys(
     The rank publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
 
     Returns:
-        A pair: the time until the version is announced, divided by the time to copy all weights once, as a median; and
-        the offer (the announcement) of the latest version.
+        A pair: a ratio as the median over the versions, and the offer (the announcement) of the latest version. The
+        ratio is the time until a version is announced, divided by the time to copy all weights once.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)

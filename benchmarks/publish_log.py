@@ -1,4 +1,4 @@
-"""Measures the cost of a publish for the controller, with a thousand engines that wait for each new version.
+"""Measures how much time a publish costs the controller if a thousand engines wait for each new version.
 
 The buffer server is real. The engines are simulated by sockets in another process. The sockets send the messages of
 rollout workers, but load nothing.
@@ -38,8 +38,8 @@ START_TIMEOUT_S = 60.0
 def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
     """Return a dictionary with one figure: the controller's median milliseconds per publish.
 
-    The milliseconds of a publish are the wall time to end the learner step, plus the controller's CPU time until all
-    engines have the version.
+    The time of a publish is the wall time to commit the learner step, plus the controller's CPU time until all engines
+    have the version.
     """
     return asyncio.run(_measure(num_engines, num_publishes))
 

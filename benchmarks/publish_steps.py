@@ -33,7 +33,7 @@ NUM_SEQUENCES, NUM_TOKENS = 6, 64
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Return the rate of steps with a publish, divided by the rate without a publish.
+    """Return the steps per second during publishes, divided by the steps per second without a publish.
 
     The result is the smaller ratio of the two ranks.
     """
@@ -64,14 +64,14 @@ def run_ranks(module: str, *arguments: str) -> list[Any]:
 
 
 def rank_main(model_path: str, folder: str) -> None:
-    """Run one rank. Steps with and without a publish alternate. Print the seconds of all steps as JSON."""
+    """Run one rank. It alternately makes a step with a publish and a step without one. Print all seconds as JSON."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS, optimizer=OptimizerConfig(lr=1e-6))
     trainer, objective = Trainer(config, model_path=model_path, total_updates=1000), policy_objective(AlgorithmConfig())
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2)
-    # Pin the publisher's thread to the last core. Threads that this thread starts inherit the core.
+    # Pin the publisher's thread to the last core. The threads that it starts inherit the core.
     publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()
     sequences = _sequences(trainer.mesh.rank)
     times: dict[str, list[float]] = {"without_s": [], "with_s": []}
@@ -83,7 +83,7 @@ def rank_main(model_path: str, folder: str) -> None:
             if name == "with_s":
                 publisher.publish(step)
             trainer.update(sequences, objective)
-            if step:  # Do not count step 0, because it is a warm-up.
+            if step:  # Do not record step 0, which is a warm-up.
                 times[name].append(time.perf_counter() - began_s)
     publisher.close()
     sys.stdout.write(json.dumps(times) + "\n")

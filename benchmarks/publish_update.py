@@ -1,8 +1,9 @@
 """Measures the cost of a weight update for running samples: ``python -m benchmarks.publish_update``.
 
 Long samples run on a real SGLang server on the CPU, with and without updates, for each value of
-``rollout_fleet.sglang.on_update``. The cost of one update is the delay of the end of the last sample. This delay
-includes the pause and the computation that is repeated after the pause. The last line of the output is JSON.
+``rollout_fleet.sglang.on_update``. The cost of one update is the time by which it delays the end of the last sample.
+This time includes the pause, and the computation that the server repeats after the pause. The last line of the output
+is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate}
 
 
 async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scratch: Path) -> dict[str, float]:
-    """Return a dictionary with one figure: how many seconds one weight update delays running samples, as a median.
+    """Return a dictionary with one figure: the median delay of running samples by one weight update, in seconds.
 
     ``on_update`` says what the engine does with the KV cache of running samples. ``offer`` announces the weights.
     """
@@ -49,9 +50,9 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
 
 
 async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
-    """Generate samples. Meanwhile, load the weights of ``offer`` into the engine ``num_updates`` times.
+    """Generate samples, and load the weights of ``offer`` into the engine ``num_updates`` times during the generation.
 
-    Each load starts after the engine's next token. Return the seconds until the last sample ends.
+    Each load waits until the engine has sampled one more token. Return the seconds until the last sample ends.
     """
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)

@@ -3,8 +3,8 @@
 There are three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by
 staleness threshold, and step times of marin by maximum lag (marin's GitHub issue 8955). The benchmark predicts all rows
 of the first table. The other two tables do not state the response lengths and the speeds. The benchmark fits these
-unknown values to some rows, and predicts the remaining rows. docs/planning.md names the fitted rows and the failures.
-The report marks a figure that misses its target.
+unknown values to some rows, and predicts the remaining rows. docs/planning.md names the fitted rows and the wrong
+predictions. The report marks a figure that misses its target.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LAGS = (
 )
 VERL_STEP_S = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
 VERL_UPDATE_S = (98.77 + 113.16) / 2
-"""Mean seconds of an update in the two fitted rows of verl's table. The updates of the other rows are not used."""
+"""Mean seconds of a weight update in the two fitted rows of verl's table. The other rows' updates are not used."""
 VERL_REST_S = 4.0
 MARIN_STEP_S = {0.0: 85.24, 1.0: 55.83, 2.0: 50.93, 3.0: 47.54, 4.0: 43.01}
 MARIN_COPY_S = 21.0
@@ -88,10 +88,10 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """Return the spread of log-normal lengths for a ratio ``straggling``.
+    """Return the spread of log-normal lengths for which the longest of 8 lengths is ``straggling`` times the mean.
 
-    The spread is the standard deviation of the logarithm of the lengths. With the returned spread, the longest of 8
-    lengths is on average ``straggling`` times the mean length.
+    The longest length is itself a mean over many draws. The spread is the standard deviation of the logarithm of the
+    lengths.
     """
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
@@ -134,10 +134,10 @@ def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenari
 
 
 def marin_scenario(max_lag: int, *, token_s: float, slowdown: float, train_s: float) -> Scenario:
-    """Return the simulator's scenario for the runs of marin.
+    """Return the simulator's scenario for the published runs of the project marin.
 
-    Engines and ranks stop while weights are copied. A decoding step takes ``token_s`` seconds, or 1 + ``slowdown``
-    times as long with 128 running samples. A learner step takes ``train_s`` seconds.
+    Engines and ranks stop while weights are copied. A decoding step takes ``token_s`` seconds. With 128 running
+    samples, it takes 1 + ``slowdown`` times as long. A learner step takes ``train_s`` seconds.
     """
     return Scenario(
         num_engines=8,
@@ -162,10 +162,10 @@ def fit(
     predict: Callable[[float, Mapping[str, float]], float],
     fitted: Mapping[float, float],
 ) -> Mapping[str, float]:
-    """Return the candidate with the smallest maximum error on the rows ``fitted``.
+    """Return the candidate with the smallest maximum error on the rows in ``fitted``.
 
-    A candidate has values of the unknown parameters by name. ``fitted`` maps a setting, such as a lag, to the measured
-    seconds per step. ``predict(setting, candidate)`` returns the predicted seconds per step.
+    A candidate maps the names of the unknown parameters to values. ``fitted`` maps a setting, such as a lag, to the
+    measured seconds per step. The function ``predict(setting, candidate)`` returns the predicted seconds per step.
     """
 
     def error(candidate: Mapping[str, float]) -> float:
@@ -183,7 +183,7 @@ def _predict_marin(max_lag: float, candidate: Mapping[str, float]) -> float:
 
 
 def main() -> int:
-    """Fit the unknown parameters, predict the rows that are not fitted, and print the report. Return 0."""
+    """Fit the unknown parameters to some rows, predict the other rows, and print the report. Return 0."""
     rows: dict[str, str] = {}
     lag_errors = []
     for row in LAGS:
@@ -210,7 +210,7 @@ def main() -> int:
         "verl_error": Target(at_most=0.15),
         "marin_error": Target(at_most=0.15),
     }
-    print_report("predictions of published tables", rows, figures, targets, baseline="what was published")
+    print_report("predictions of published tables", rows, figures, targets, baseline="the published values")
     return 0
 
 
@@ -223,7 +223,7 @@ def _compare(
     fitted: Sequence[float],
     rows: dict[str, str],
 ) -> list[float]:
-    """Fit the unknown parameters to the rows ``fitted``, and predict the remaining rows.
+    """Fit the unknown parameters to the rows in ``fitted``, and predict the remaining rows.
 
     Return the relative errors of the predictions.
     """

@@ -45,7 +45,7 @@ def median_times(
         calls: The functions by name.
         num_runs: Runs per function. The result is the median of these runs.
         num_calls: Calls per run. Use more than one for short calls.
-        warm_up: Number of runs per function that are not counted.
+        warm_up: Number of first runs per function that are not measured.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for run in range(num_runs + warm_up):
@@ -81,12 +81,12 @@ def print_report(
     Args:
         title: Title of the measurement.
         rows: The value of each measurement, as text. Example: ``{"codec": "0.021 ms"}``.
-        figures: The value of each figure. None if the figure could not be measured on this machine.
+        figures: The value of each figure. None means that the figure could not be measured on this machine.
         targets: The bounds of figures, by name.
         baseline: What the figures are compared with, as text.
 
     Returns:
-        Whether every target is met. A figure that was not measured is ignored.
+        True if every target is met. Figures that were not measured are ignored.
     """
     print(f"{title}; against {baseline}")
     width = max(map(len, [*rows, *figures]))

@@ -1,12 +1,11 @@
 """Measures the share of work that a run keeps when it is resumed, and the cost of checkpoints.
 
-``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. A *life* is one
-training process with its children. SIGTERM stops the first life of one run. SIGKILL ends all processes of the first
-life of another run. Both happen between two checkpoints. Then the benchmark resumes both runs. A policy token of the
-first life counts as lost in two cases: the checkpoint does not include the token, or the resumed life drops the token
-for one of the `LOST_REASONS`. Finally, a buffer server starts from a checkpoint of ``--payload-mb`` MB. The benchmark
-compares the server's memory with the size of its groups. The arguments after the options are options of the run. Wall
-times are valid only on an idle machine.
+``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. SIGTERM stops one run
+between two checkpoints, and SIGKILL ends all processes of another run between two checkpoints. Then the benchmark
+resumes both runs. A token that the policy generated before the stop is lost in two cases: the checkpoint does not
+include the token, or the resumed run drops the token for one of the `LOST_REASONS`. Finally, a buffer server starts
+from a checkpoint of ``--payload-mb`` MB. The benchmark compares the server's memory with the size of its groups. The
+arguments after the options are options of the run. Wall times are valid only on an idle machine.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # Use large batches, so that a step takes about a second. A step of the quickstart is shorter than a checkpoint.
+    # Use large batches, with which a step takes about a second. A step of the quickstart is shorter than a checkpoint.
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -53,13 +52,13 @@ _BASE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The share of work that a run kept when it was resumed, and the times of the start and of checkpoints.
+    """The measurements of a run that was stopped and resumed.
 
     Attributes:
-        share: Share of the first life's generated tokens that the resumed run kept.
-        steps: A pair: how many learner steps the first life made, and how many learner steps the checkpoint includes.
-        start_s: Seconds from the command to the end of the first learner step, in the first life.
-        resume_s: Seconds from the command to the end of the first learner step, in the resumed life.
+        share: Share (0 to 1) of the tokens generated before the stop that the resumed run kept.
+        steps: A pair: how many learner steps the run made before the stop, and how many the checkpoint includes.
+        start_s: Seconds from the first command to the end of the run's first learner step.
+        resume_s: Seconds from the command that resumes the run to the end of the next learner step.
         stall_s: A pair: seconds that a rank waits for one checkpoint, and seconds of a step. None if not measured.
     """
 
@@ -75,13 +74,13 @@ class Kept:
             "; a checkpoint takes {:.3f} s of a rank, and a step {:.2f} s".format(*self.stall_s) if self.stall_s else ""
         )
         return (
-            f"{100 * self.share:.2f}% of the tokens kept; ended in step {ended}, continued at step {saved}; first step "
-            f"after {self.start_s:.1f} s, resumed after {self.resume_s:.1f} s{stall}"
+            f"{100 * self.share:.2f}% of the tokens kept; stopped in step {ended}, resumed at step {saved}; the first "
+            f"step ended after {self.start_s:.1f} s, after the resume {self.resume_s:.1f} s{stall}"
         )
 
 
 class Life:
-    """One life of a run: a training process and the lines of its output."""
+    """A training process that starts or resumes a run, and the lines of its output."""
 
     def __init__(self, output_dir: Path, overrides: Sequence[str]) -> None:
         command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *_BASE, *overrides]
@@ -97,18 +96,18 @@ class Life:
         self.lines: list[str] = []
 
     def wait_for(self, words: str) -> float:
-        """Wait for a line of output with ``words``; return the seconds since the start of the process."""
+        """Wait for a line of output that contains ``words``; return the seconds since the start of the process."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line)
             if words in line:
                 return time.monotonic() - self._began_s
-        raise RuntimeError(f"the run ended before a line with {words!r}:\n{''.join(self.lines[-20:])}")
+        raise RuntimeError(f"the run ended before it printed {words!r}:\n{''.join(self.lines[-20:])}")
 
     def wait_for_step(self, count: int) -> None:
         """Wait until ``count`` learner steps are done.
 
-        The steps are read from ``metrics.jsonl``, because the output does not show each step.
+        This method reads the steps from ``metrics.jsonl``, because the process does not print a line for each step.
         """
         command = ["tail", "--lines=+1", "--follow=name", "--retry", f"--pid={self.process.pid}"]
         tail = subprocess.Popen([*command, str(self.run_dir / "metrics.jsonl")], stdout=subprocess.PIPE, text=True)
@@ -140,9 +139,9 @@ class Life:
 
 
 def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequence[str]) -> Kept:
-    """Stop a training with the signal ``number`` after ``steps`` steps, and resume it for a few steps.
+    """Stop a run with the signal ``number`` after ``steps`` steps, then resume the run for a few steps.
 
-    Return the share of the generated tokens that the resumed training kept, and the times of both trainings.
+    Return the share of the generated tokens that the resumed run kept, and the times before and after the stop.
     """
     options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
     first = Life(folder, ["total_steps=100000", *options])
@@ -180,7 +179,7 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
 
 
 def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Return a pair: the seconds that a rank waits for one checkpoint, and the median seconds between two steps.
+    """Return a pair: the seconds that a rank waits for one checkpoint, and the median seconds of a step.
 
     Return None if the run recorded no profile.
     """
@@ -198,7 +197,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        # The buffer admits one batch at max_lag 0, and this batch has all groups. A larger max_lag slows down leases.
+        # At max_lag 0, the buffer admits one batch, which has all groups. A larger max_lag makes leases slower.
         "max_lag": 0,
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
@@ -231,7 +230,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
         assert (await client.stats()).held_bytes == held
         taken = _server_memory(folder) - empty
         await client.close()
-    return taken / held, f"{taken / 1e6:.0f} MB taken after a restart for {held / 1e6:.0f} MB held"
+    return taken / held, f"the restarted server takes {taken / 1e6:.0f} MB for groups of {held / 1e6:.0f} MB"
 
 
 def _server_memory(folder: Path) -> int:
@@ -271,8 +270,8 @@ def main() -> int:
         "restart_memory_vs_held": Target(at_most=1.3),
     }
     rows = {"SIGTERM": str(stopped), "SIGKILL": str(killed), "buffer": words}
-    what = f"what a resume keeps, with a checkpoint every {EVERY_STEPS} steps"
-    return 0 if print_report(what, rows, figures, targets, baseline="the first life of the run") else 1
+    what = f"work that a run keeps when it is resumed, with a checkpoint every {EVERY_STEPS} steps"
+    return 0 if print_report(what, rows, figures, targets, baseline="the run before the stop") else 1
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class Resource:
     Attributes:
         name: Name of the resource.
         seconds: Time that one step keeps the resource busy.
-        why: Text that says how ``seconds`` is computed.
+        why: Text for the report that says how ``seconds`` is computed.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """Measures the cost of staleness, and the effect of off-policy corrections: ``python -m benchmarks.staleness``.
 
-The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. Each training has one
-off-policy correction, and one or four optimizer updates per learner step. ``benchmarks/lagged.py`` trains in this
-process. A file keeps the results of finished trainings, so an interrupted benchmark continues with the missing
-trainings. The last line of the output is JSON.
+The benchmark trains the quickstart's task at an exact lag η. All trainings with the same seed start from the same
+warm-started policy. Each training uses one off-policy correction, and one or four optimizer updates per learner step.
+``benchmarks/lagged.py`` trains in this process. A file keeps the results of finished trainings, so an interrupted
+benchmark continues with the missing trainings. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "geometric": {"loss": "ppo_clip", "masks": [Mask.geometric]},
     "k3": {"loss": "ppo_clip", "masks": [Mask.k3]},
 }
-"""For each row of the table, the options that differ from the defaults. ``none`` is REINFORCE.
+"""The off-policy corrections by name, one per row of the table: options that differ from the defaults.
 
-``ppo_behavior`` clips the probability ratio policy / behavior. The next four rows clip policy / proximal, and weigh by
-proximal / behavior. The proximal policy is the policy at the start of the step. The final two rows clip policy /
-behavior, and mask trajectories.
+``none`` is REINFORCE. ``ppo_behavior`` clips the probability ratio policy / behavior. The next four corrections clip
+the ratio policy / proximal, and weight the loss by proximal / behavior. The proximal policy is the policy at the start
+of the step. The final two corrections clip the ratio policy / behavior, and mask trajectories.
 """
 
 PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
@@ -80,7 +80,7 @@ class Cell:
     lr: float
 
     def algorithm(self, base: AlgorithmConfig) -> AlgorithmConfig:
-        """Return a copy of ``base`` with the correction and the number of mini-batches of this training."""
+        """Return a copy of ``base`` with this training's off-policy correction and number of mini-batches."""
         return replace(base, num_mini_batches=self.mini_batches, **CORRECTIONS[self.correction])
 
 
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
     """Yield the options of all trainings, seed by seed.
 
-    So if the benchmark is interrupted, the table is complete for the first seeds.
+    Because of this order, an interrupted benchmark has complete results for the first seeds.
     """
     for seed in options.seeds:
         for eta in options.eta:
@@ -207,7 +207,7 @@ def print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any
     print(f"{len(done)} of {len(cells)} trainings are finished")
     for figure, title in (("final", "sampled accuracy at the end"), ("area", "mean sampled accuracy over training")):
         for mini_batches in sorted({cell.mini_batches for cell in cells}):
-            print(f"\n{title}, {mini_batches} update(s) a step: mean (lowest to highest) over seeds\n")
+            print(f"\n{title}, {mini_batches} update(s) per step: mean (lowest to highest) over seeds\n")
             _print_table([cell for cell in cells if cell.mini_batches == mini_batches], done, figure)
     print(json.dumps({"figures": _means(done), "finished": len(done), "cells": len(cells)}))
 

@@ -1,9 +1,10 @@
 """Measures the time from the command to the end of the first learner step, and the time of each part of the start.
 
-``python -m benchmarks.start_up`` runs the quickstart for one step in a new folder, twice. The first run makes the
-warm-started policy, and the second run reuses it. ``--engine`` is ``sglang`` or ``transformers``. The arguments after
-the options are options of the run. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all
-processes of the run until the first step ends. ``cpu_s`` depends less than wall times on other work of the machine.
+``python -m benchmarks.start_up`` runs the quickstart twice for one step, in a new folder. The first run makes the
+warm-started policy, and the second run reuses this policy. ``--engine`` is ``sglang`` or ``transformers``. The
+arguments after the options are options of the run. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU
+time of all processes of the run until the first step ends. Other work of the machine changes ``cpu_s`` less than it
+changes wall times.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class StartUp:
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
         cpu_s: CPU seconds of all processes until the end of the first learner step.
-        parts: A pair for each part of the start, by name: seconds from the command until the part was ready, and
-            seconds that the run waited for the part.
+        parts: Maps the name of each part of the start to a pair: the seconds from the command until the part was ready,
+            and the seconds that the run waited for the part.
     """
 
     first_step_s: float
@@ -46,7 +47,7 @@ class StartUp:
 
 
 def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
-    """Run the quickstart for one step, and return the times of the start. ``overrides`` are more options of the run."""
+    """Run the quickstart for one step, and return the times of the start. ``overrides`` are options of the run."""
     command = [sys.executable, "-m", "asyncrl", "train", "total_steps=1", f"rollout_fleet.engine={engine}"]
     began_s = time.monotonic()
     run = subprocess.Popen(
@@ -74,7 +75,7 @@ def _cpu_s(run: psutil.Process) -> float:
     used = 0.0
     for process in (run, *run.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            used += sum(process.cpu_times()[:4])  # Add user and system time of the process and of its ended children.
+            used += sum(process.cpu_times()[:4])  # User and system time of the process and of its ended children.
     return used
 
 

@@ -1,10 +1,10 @@
-"""Measures network traffic if each host stores the groups of its workers.
+"""Measures how much network traffic a run saves if each host stores the groups of its own workers.
 
 Run as root with ``python -m benchmarks.stores``. There are two hosts, each with its own network namespace. A link with
 a limited rate connects the hosts. The first host has the buffer's ledger (the states of all groups) and a worker. The
-second host has a worker and a learner rank. Each worker puts groups as fast as it can. The rank fetches and commits
-each batch. In one run, the host of the ledger stores all groups. In a second run, each host stores the groups of its
-worker. The benchmark compares the bytes on the link.
+second host has a worker and a learner rank. Each worker sends groups to the buffer as fast as it can. The rank fetches
+each batch and ends the step. In one run, the first host stores all groups. In a second run, each host stores the groups
+of its worker. The benchmark compares the bytes on the link.
 """
 
 from __future__ import annotations
@@ -112,13 +112,13 @@ class Host:
         return BufferClient(address, keys=client_keys(self._keys, role), epoch="benchmark", host=str(self._number))
 
     async def join(self, address: str) -> None:
-        """If hosts store their own groups, start a store on this host, and register the store with the buffer."""
+        """If each host stores its own groups, start a store on this host, and register the store with the buffer."""
         if self._config.stores_on is StoresOn.hosts:
             store = StoreServer(self._config, number=self._number)
             await ControlClient(self.client(address, BufferRole.controller)).add_store(store.address, str(self._number))
 
     async def work(self, address: str) -> None:
-        """Send one finished group after another to the buffer, until cancelled."""
+        """Send one finished group after another to the buffer. The task runs until it is cancelled."""
         client = self.client(address, BufferRole.rollout)
         worker, ledger = WorkerClient(client), ControlClient(client)
         version = 0
@@ -128,7 +128,7 @@ class Host:
             version = (await ledger.stats()).learner_version
 
     async def serve(self) -> None:
-        """Run the first host: the buffer server and a worker, until this process is killed."""
+        """Run the first host, with the buffer server and a worker, until this process is killed."""
         server = BufferServer(self._config, groups_per_step=GROUPS_PER_STEP)
         sys.stdout.write(f"{server.address}\n")
         sys.stdout.flush()
@@ -138,7 +138,7 @@ class Host:
     async def learn(self, address: str, num_steps: int) -> dict[str, float]:
         """Run the second host, with a worker and the learner rank, for ``num_steps`` steps after the warm-up.
 
-        Return means per step by name: seconds, bytes over the link, and bytes of the fetched groups.
+        Return three means per step by name: the seconds, the bytes over the link, and the bytes of the fetched groups.
         """
         await self.join(address)
         control = ControlClient(self.client(address, BufferRole.controller))
@@ -226,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     title = f"{GROUPS_PER_STEP} groups of {options.mb:g} MB per step from two hosts, a link of {options.rate}"
     targets = {"link_bytes_vs_ledger": Target(at_most=0.4)}
-    return 0 if print_report(title, rows, figures, targets, baseline="payloads beside the ledger") else 1
+    return 0 if print_report(title, rows, figures, targets, baseline="all groups on the ledger's host") else 1
 
 
 def _in_words(run: Mapping[str, float]) -> str:

@@ -107,7 +107,7 @@ class StoppedClock:
 
 
 class TargetCallback(TrainerCallback):
-    """Evaluates the policy before the first step and after every ``eval_every`` steps, with the clock stopped.
+    """Stops the clock and evaluates the policy, before the first step and after every ``eval_every`` steps.
 
     If the accuracy has reached the target, the callback ends the training.
     """
@@ -231,7 +231,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
 
 
 def exact_match(completions: list[str], ground_truth: list[str], **columns: Any) -> list[float | None]:
-    """Return one reward per completion: 1.0 if the completion equals its ground truth, else 0.0."""
+    """Return one reward per completion: 1.0 if it equals the ground truth of its prompt, else 0.0."""
     return [float(text == truth) for text, truth in zip(completions, ground_truth, strict=True)]
 
 

@@ -40,7 +40,7 @@ def pytest_configure(config):
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        # Let these signals raise KeyboardInterrupt, so that fixtures end their processes.
+        # Let these signals raise KeyboardInterrupt. Then the fixtures end their processes.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
@@ -90,13 +90,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def collects_garbage():
-    """Undo ``gc.freeze`` after each test. Workers and servers call it, and some of them run in pytest's process."""
+    """Undo ``gc.freeze`` after each test. Workers and servers call ``gc.freeze``, and some run in pytest's process."""
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Yield the Ray cluster that all tests share. A cluster takes longer to start than most tests take."""
+    """Yield the Ray cluster that all tests share. The start of a cluster takes longer than most tests."""
     with two_node_cluster() as cluster:
         yield cluster

@@ -36,7 +36,7 @@ def messages_of(page):
 
 
 def texts(path):
-    """Yield each string in a Python file, as the list of the string's constant parts."""
+    """Yield one list for each string in a Python file: the constant parts of the string."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.JoinedStr):
             yield [part.value for part in node.values if isinstance(part, ast.Constant)]

@@ -81,7 +81,7 @@ def test_a_signal_ends_the_run_on_two_hosts_and_leaves_no_process(hosts, number,
     output += process.communicate(timeout=100)[0]
     skip_unless_permitted(process, output)
     assert process.returncode == status, output
-    # After SIGKILL of the script, the kernel ends its processes some time later.
+    # After SIGKILL has ended the script, the kernel needs some time to end the script's child processes.
     assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []
     if number is not signal.SIGKILL:
         assert "told to stop" in output

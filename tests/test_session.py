@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.leftovers import end_leftovers, watch_session
 
-MINE = uuid.uuid4().hex  # the name of a session that exists only in this file
+MINE = uuid.uuid4().hex  # the name of a test session that only this file uses
 WAIT = "echo up; read line"
 
 
@@ -23,7 +23,7 @@ def orphan():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout.readline() == b"up\n"  # after this line, psutil can read the environment
+    assert process.stdout.readline() == b"up\n"  # the process prints this when psutil can read its environment
     yield process
     process.kill()
     process.communicate()
@@ -38,6 +38,6 @@ def test_leftover_processes_of_a_session_are_ended_and_named(orphan):
 
 def test_leftover_processes_of_a_killed_session_are_ended(orphan):
     watcher = watch_session(MINE, grace_s=0)
-    watcher.stdin.close()  # the kernel also closes stdin when a session dies
+    watcher.stdin.close()  # when a test session dies, the kernel closes the watcher's stdin
     assert orphan.wait(60) != 0
     watcher.wait(60)

@@ -1,4 +1,4 @@
-"""The alarms that the steps, the evaluations and the files of a run can raise."""
+"""The alarms about a run's steps, evaluations and files."""
 
 import json
 import math
@@ -37,7 +37,7 @@ NORMAL = StepRecord(
 
 
 def changes_of(alarms, records):
-    """Return a tuple for each start and each end of an alarm: step, name, and true for a start."""
+    """Return one tuple per start or end of an alarm: the step, the alarm's name, and True for a start."""
     return [(r.step, alarm.name, alarm.last_step is None) for r in records for alarm in alarms.step(r)]
 
 

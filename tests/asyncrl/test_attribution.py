@@ -16,7 +16,7 @@ OPEN = [("queued", 0, 5), ("budget", 0, 1)]
 
 
 def states(attribution, pool, lane=None):
-    """Return the periods of a pool, sorted by time. Each is a tuple: start, end, state, number of sample slots."""
+    """Return the periods of a pool, sorted by time. A period is a tuple: start, end, state, number of sample slots."""
     found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
     return sorted(found)
 

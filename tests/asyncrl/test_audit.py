@@ -44,7 +44,7 @@ def trained_on(group, step, samples):
 def write_life(folder, steps, *, resumed=None, before=()):
     """Write the receipts (records of tokens and steps) of one start of a run. Each step has one group.
 
-    A group in attempt 1 continues four tokens that engine-1 sampled in attempt 0.
+    If a group is in attempt 1, engine-1 sampled its first four tokens in attempt 0.
     """
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
@@ -83,9 +83,9 @@ def write_life(folder, steps, *, resumed=None, before=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """Write the receipts (records of tokens and steps) of a run that was started twice.
+    """Write the receipts (records of tokens and steps) of a run that was started and then resumed.
 
-    The first start made three steps, and its last step was lost. The second start made two steps.
+    Before the resume, the run made three steps, but the last step was lost. After the resume, it made two steps.
     """
     first = {0: group_of(0, [0] * 4), 1: group_of(1, [0, 0, 1, 1], attempt=1), 2: group_of(2, [2] * 4)}
     one = write_life(tmp_path / "1", first)
@@ -95,10 +95,10 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Change fields of the receipts (records of tokens and steps) of the kind ``act``.
+    """Change receipts (records of tokens and steps) of the kind ``act``.
 
-    ``chosen`` maps names of fields to the values of the receipts to change. ``values`` maps names of fields to new
-    values.
+    The function changes only the receipts whose fields have the values in ``chosen``. ``values`` maps the names of
+    fields to their new values.
     """
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -155,10 +155,10 @@ def test_the_audit_names_a_wrong_or_missing_receipt(run, capsys, act, chosen, va
 @pytest.mark.long
 @pytest.mark.parametrize("num_killed", [1, 2])
 def test_the_audit_finds_the_engine_of_a_group_that_a_killed_life_sampled(run, capsys, num_killed):
-    """A run was killed after one of its engines had sampled group 3. The run is then resumed.
+    """An engine of a run samples group 3, then the run is killed and resumed.
 
-    The resumed run finds the group in the buffer's journal and trains it. With ``num_killed=2``, the run was killed,
-    resumed and killed again. An engine sampled the group before the second kill.
+    The resumed run finds the group in the buffer's journal and trains on the group. With ``num_killed=2``, the run is
+    killed twice, and the engine samples the group between the two kills.
     """
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     start = checkpoint
@@ -179,7 +179,7 @@ def test_the_audit_finds_the_engine_of_a_group_that_a_killed_life_sampled(run, c
 
 
 def test_a_step_in_a_checkpoint_counts_even_without_a_record_of_its_commit(run, capsys):
-    # Remove the records of two commits: step 1, the last step in the checkpoint, and step 2, the first of life 2.
+    # Remove the records of two commits: step 1, the checkpoint's last step, and step 2, the resumed run's first step.
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)

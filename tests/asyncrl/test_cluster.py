@@ -32,7 +32,7 @@ async def test_a_failed_start_of_ray_is_an_error_with_address_and_cause(monkeypa
 
 
 async def test_a_stop_during_the_start_of_ray_waits_for_the_start_and_then_shuts_ray_down(monkeypatch):
-    """If Ray is shut down while it starts, Ray ends the whole process with Ray's exit status."""
+    """If a process shuts Ray down while Ray starts, Ray ends the whole process with an exit status of Ray."""
     starting, may_end, events = threading.Event(), threading.Event(), []
 
     def start(**options):

@@ -1,4 +1,4 @@
-"""Colocated training with a scripted learner and fleet: the order of events, and one user of the device at a time."""
+"""Colocated training with a scripted learner and fleet: the order of events, and never two users of the device."""
 
 import asyncio
 
@@ -107,7 +107,7 @@ class SharedDevice:
 
 
 class DyingLearner(MortalLearner):
-    """A learner that dies in a given call of one step."""
+    """A learner that dies in a given call during one step."""
 
     def __init__(self, buffer, folder, device, dies_in):
         super().__init__(buffer, folder, [])

@@ -26,8 +26,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """A scripted buffer. Like the real ledger, it can plan one version ahead of the latest commit.
 
-    ``slow_parts`` maps the versions of slow checkpoints to steps. The buffer completes its files of a slow checkpoint
-    after the commit of the step.
+    ``slow_parts`` maps the version of a slow checkpoint to a step. The buffer completes its files of this checkpoint
+    only after the commit of the step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -163,7 +163,7 @@ class ScriptedLearner:
 
 
 class ScriptedFleet:
-    """A fleet that loads weights slowly, so it skips versions."""
+    """A fleet that skips versions, because it loads weights slowly."""
 
     def __init__(self, buffer, load_s=0.03):
         self.tokens_generated = 60
@@ -441,7 +441,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
 
 
 async def test_a_checkpoint_waits_while_the_buffer_writes_two_others(caplog):
-    """The buffer completes its files of the first two checkpoints only after step 9."""
+    """The buffer completes its files of the first and the second checkpoint only after step 9."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
     controller, _, fleet, _ = make_controller(
@@ -521,7 +521,7 @@ async def test_a_training_stopped_before_its_first_batch_ends_and_saves_its_init
 
 async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_reported_when_complete(tmp_path):
     class Writer(ScriptedLearner):
-        """A learner whose checkpoint is complete on disk about two steps after the request to save it."""
+        """A learner that completes a checkpoint on disk about two steps after the controller has requested it."""
 
         async def run_save(self, version):
             folder = tmp_path / f"v{version:08d}"

@@ -59,7 +59,7 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
                 client = run.client()
                 for end in (start + 3,) if restarts else range(3, 13, 3):
                     await train(client, prompts, range(start, end))
-                    # A checkpoint calls `enqueue` without prompts, which only returns the outcomes of finished groups.
+                    # For a checkpoint, the run calls `enqueue` without prompts, to get the outcomes of finished groups.
                     prompts.note(await client.enqueue([], wants_outcomes=True))
                     start = end
             if restarts:
@@ -72,13 +72,13 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
 
 
 async def test_a_curriculum_with_two_uses_per_group_continues_exactly_from_a_checkpoint(tmp_path):
-    """As in a run, the states of the ledger and the sampler are saved after a step's plan and before its commit."""
+    """As in a run, a checkpoint is saved between a step's plan and its commit. It has the ledger and the sampler."""
     options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
 
     async def step_of(client: AnyRole, prompts: PromptStream, step: int) -> list[tuple[int, int]]:
         """Generate groups one at a time until the step's batch is full, and plan the step.
 
-        Returns the id of each planned group, and how often the group was trained before.
+        Returns a pair for each planned group: its id, and how often earlier steps have trained it.
         """
         while (await client.stats()).groups["stored"] < SIZE:
             prompts.note(await client.enqueue(prompts.take(1), wants_outcomes=True))
@@ -87,7 +87,7 @@ async def test_a_curriculum_with_two_uses_per_group_continues_exactly_from_a_che
         return [(group.group_id, group.num_uses) for group in (await client.plan(step)).groups]
 
     async def lives(*ends: int) -> tuple[list[list[tuple[int, int]]], dict, dict]:
-        """Run one life up to each step in ``ends``. Each later life continues from the previous life's checkpoint."""
+        """Run until the first step in ``ends``, then resume from a checkpoint until each of the other steps."""
         planned, resumed, account = [], None, {}
         for life, end in enumerate(ends):
             prompts = stream_of(tmp_path, "difficulty")

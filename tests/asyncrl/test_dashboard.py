@@ -82,5 +82,5 @@ def test_the_dashboard_process_prints_its_url_and_exits_with_its_parent(tmp_path
     assert url.startswith(f"http://{host}:")
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert b"echarts" in answer.read()
-    process.communicate(timeout=10)  # close the dashboard's stdin, as the exit of its parent does
+    process.communicate(timeout=10)  # close the dashboard's stdin; the exit of its parent would close it too
     assert process.returncode == 0

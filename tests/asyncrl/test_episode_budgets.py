@@ -1,4 +1,4 @@
-"""Every episode within the budget fits the learner, and a run with a larger budget is refused."""
+"""Every episode within its token budget fits the learner. A run whose budget does not fit the learner is refused."""
 
 import json
 

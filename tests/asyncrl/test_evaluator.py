@@ -17,7 +17,7 @@ PROMPTS = [Prompt(group_id=index, prompt_ids=np.asarray([3], np.int32)) for inde
 
 
 class Engines:
-    """A fleet that answers after ``takes_s``.
+    """A fleet that answers after ``takes_s`` seconds.
 
     After a given number of answers, an engine can fail or answer only one prompt per call.
     """
@@ -56,7 +56,7 @@ def evaluator_on(fleet, *overrides):
 
 
 def pinned_to(*engines):
-    """Return a stand-in for the function that waits for pinned engines. It always reports the engines ``engines``."""
+    """Return a stand-in for the function that waits for pinned engines. The stand-in always returns ``engines``."""
 
     async def pinned(known):
         if set(engines) == set(known):

@@ -86,7 +86,7 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
 
 async def test_each_start_of_an_engine_has_a_different_seed(fleet_of):
     seeds = []
-    for version in (0, 40):  # with 40, the run continues from a checkpoint
+    for version in (0, 40):  # a run that starts at version 40 continues from a checkpoint
         workers = Workers(takes_s=100.0)
         fleet = fleet_of(workers, TWO, version=version)
         await fleet.start()
@@ -208,7 +208,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """A stand-in for a call to several workers. The list has the workers' names. Awaiting the call takes 60 s."""
+    """A stand-in for a call to several workers: a list of the workers' names, and an awaitable that takes 60 s."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()
@@ -318,7 +318,7 @@ async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_return
     _, fleet, _ = await started()
     answering = asyncio.create_task(fleet.answer("1", ["a"], version=0, num_samples=1))
 
-    async def call(work, *arguments):  # the kill of worker 1 takes 1 s, and the worker answers during this time
+    async def call(work, *arguments):  # to kill worker 1 takes 1 s, and the worker answers before it dies
         await asyncio.sleep(1.0)
         return work(*arguments)
 

@@ -1,4 +1,4 @@
-"""The log-probs of stored samples are recomputed. Each token names the version of the weights to use."""
+"""The audit recomputes the log-probs of stored samples. Each token names the version that sampled the token."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

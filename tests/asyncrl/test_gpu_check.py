@@ -124,8 +124,7 @@ def test_the_program_prints_its_results_and_writes_a_report(tmp_path):
 def test_learner_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
     """This test is slow.
 
-    `tests/rollout_fleet/test_sglang_engine.py` checks the same properties of an engine, and most of its tests are not
-    slow.
+    `tests/rollout_fleet/test_sglang_engine.py` has faster tests of the same properties of an engine.
     """
     found = check(tmp_path, "--gpus", "2", "--only", "log_probs,training,offload,checkpoint,serving,runs")
     assert {result["state"] for result in found.values()} == {"PASS"}

@@ -1,4 +1,4 @@
-"""A resumed run continues the metrics of its earlier lives."""
+"""A resumed run continues the metrics from before its last stop."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The stores on the hosts of rollout workers: their placement, and the handling of dead stores."""
+"""The stores on the hosts of rollout workers: on which hosts they start, and what happens when a store dies."""
 
 import asyncio
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Control:
-    """Stands in for the controller's client. Tests put the hosts of connecting workers into ``hosts``."""
+    """Stands in for the controller's client. ``hosts`` is a queue, into which a test puts the hosts of new workers."""
 
     def __init__(self) -> None:
         self.hosts: asyncio.Queue[str] = asyncio.Queue()
@@ -44,7 +44,7 @@ class Control:
 
 
 class Actor:
-    """Stands in for the actor of a `NodeStore`. Tests put restarts of the store, or a final error, into ``events``."""
+    """Stands in for the actor of a `NodeStore`. ``events`` is a queue of restarts of the store, or of a final error."""
 
     def __init__(self, host: str, number: int) -> None:
         self.host, self.number = host, number

@@ -1,4 +1,4 @@
-"""After the death of a learner rank: where training restarts, and how often it restarts."""
+"""After the death of a learner rank: the step at which training restarts, and the limit of restarts."""
 
 import asyncio
 from dataclasses import replace
@@ -66,7 +66,10 @@ class MortalLearner(ScriptedLearner):
         return await super().run_update(version)
 
     async def _live(self, version=None):
-        """Raise the error if ``version`` is the first of ``deaths``. Later calls raise it too, until `begin_again`."""
+        """Raise ``error`` if ``version`` is the first value of ``deaths``, or if the learner is already dead.
+
+        `begin_again` makes the learner live again.
+        """
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)
@@ -94,7 +97,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """Mark an exception of ``call`` as retrieved. No task awaits the calls that are queued after a learner's death."""
+    """Retrieve the exception of ``call``, so that asyncio logs no warning. No task awaits calls to a dead learner."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 

@@ -79,7 +79,7 @@ async def test_a_paused_worker_does_not_block_calls_of_the_fleet(training_on, de
 async def test_a_worker_that_misses_the_deadline_of_one_call_is_replaced(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
-    await asyncio.sleep(5)  # during this time the workers answer the fleet's polls in time
+    await asyncio.sleep(5)  # in these 5 s the workers answer the fleet's polls within the deadline
     workers.stand_still(1, 1.25 * DEADLINE_S)
     await fleet.counters()
     await asyncio.sleep(3 * DEADLINE_S)

@@ -107,7 +107,7 @@ async def test_a_model_that_is_missing_or_different_on_a_node_is_copied_to_the_r
     model = make_model(tmp_path / "model")
     if text_there:
         make_model(nodes["10.0.0.2"].file(model), text_there)
-    for _ in range(2):  # ranks request the model's folder again after a restart
+    for _ in range(2):  # restarted ranks request the model's folder a second time
         path = await folders.bring(model, "model")
     assert path == tmp_path / "run" / "model"
     there = nodes["10.0.0.2"].file(path)

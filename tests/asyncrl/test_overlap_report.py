@@ -28,7 +28,7 @@ def test_efficiency_is_the_time_of_the_slower_pool_alone_divided_by_the_step_tim
     run = report.run
     assert run.step_s == pytest.approx(100e-9)
     assert run.alone_s("learner") == pytest.approx(60e-9)
-    # A group occupies its slots until its last sample ends. So without a learner, the fleet would need as long.
+    # A group occupies its slots until its last sample ends. So the fleet alone would also need 100 ns per step.
     assert run.alone_s("fleet") == pytest.approx(100e-9)
     assert run.efficiency == pytest.approx(1.0)
     assert run.pools["learner"].utilisation == 0.6

@@ -31,9 +31,9 @@ async def until_killed(address: str) -> None:
     """Run a worker that loads two versions and reports each load. The test kills the worker before its samples end."""
     async with running_loop(AnyRole(address), writes(NUM_TOKENS, 0.1), **OPTIONS) as (loop, engine, run):
         for version in (1, 2):
-            while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - the engine gets two requests per version
+            while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - polls until the engine has both requests
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.25)  # during this time, the engine generates two tokens per sample
+            await asyncio.sleep(0.25)  # wait until the engine has generated two tokens per sample
             await asyncio.to_thread(sys.stdin.readline)
             await loop.load_weights(bare_offer(version))
             sys.stdout.write(f"loaded {version}\n")
@@ -57,7 +57,7 @@ def finished(lease: Lease) -> TrajectoryGroup:
 
 
 async def learn(control: AnyRole, version: int) -> None:
-    """Make a learner step on a new group. The client ``control`` leases the group and puts it into the buffer."""
+    """Make a learner step on a new group. The client ``control`` leases, finishes and stores the group."""
     prompt = Prompt(group_id=100 + version, prompt_ids=np.array([3], dtype=np.int32))
     await control.enqueue([prompt])
     [lease] = await control.lease(version, 1)
@@ -101,7 +101,7 @@ async def test_another_worker_continues_a_group_from_the_saved_tokens_of_a_kille
     written = group.versions[len(group.prompt_ids) :]
     for versions in np.split(written, 2):
         assert versions.tolist() == sorted(versions)
-        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # version 1 possibly has no token
+        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # perhaps version 1 sampled no token
     assert 0 < saved < 2 * NUM_TOKENS
     assert np.count_nonzero(written < 2) == saved, "the saved tokens must be of versions 0 and 1"
     assert counters.tokens_generated == 2 * NUM_TOKENS - saved

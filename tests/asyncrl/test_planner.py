@@ -1,4 +1,4 @@
-"""The planner: the comparison of option values, conditions for advice, and the replay of a recorded run."""
+"""The planner compares values of options, gives advice under certain conditions, and replays a recorded run."""
 
 import json
 from dataclasses import asdict, replace

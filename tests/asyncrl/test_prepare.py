@@ -160,7 +160,7 @@ def test_a_silent_warm_start_ends_at_its_deadline(config, tmp_path, monkeypatch)
 
 
 def test_training_continues_when_the_warm_start_has_written_its_policy(config, tmp_path, monkeypatch):
-    """The process of a warm start needs a second to exit after it has written its policy. Here it never exits."""
+    """A real warm start exits a second after it has written the policy. The process of this test never exits."""
     policy, made = warm_start_path(config), tmp_path / "made"
     write_warm_start(config, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
     policy.rename(made)

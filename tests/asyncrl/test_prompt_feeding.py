@@ -51,7 +51,7 @@ async def test_a_replan_loses_no_prompt_that_waits_for_room_in_the_queue(tmp_pat
         for _ in range(num_replans):
             await cancelled_after(controller.train(), 0.2)
             await controller.replan()
-            await asyncio.sleep(TIMEOUT_S)  # until the server has ended the cancelled requests
+            await asyncio.sleep(TIMEOUT_S)  # wait until the server has ended the cancelled requests
         training = asyncio.ensure_future(controller.train())
         leased: list[int] = []
         async with asyncio.timeout(20):

@@ -1,4 +1,4 @@
-"""Resumed runs: which checkpoint they begin from, and which prompts come next."""
+"""Resumed runs: the checkpoint from which they continue, and the prompts that they generate next."""
 
 import json
 import os

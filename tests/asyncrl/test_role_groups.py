@@ -191,7 +191,7 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 async def fail(learner: LearnerGroup) -> None:
     summary = group(1).summary
-    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # one sample too many
+    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # plan a sample that the group lacks
     plan = Plan(version=7, groups=[replace(summary, response_lengths=lengths, rewards=rewards)])
     await learner.step(plan)
 
@@ -200,8 +200,8 @@ async def fail(learner: LearnerGroup) -> None:
 def fused(cluster, tmp_path_factory):
     """Return the results of a learner with all roles in one process, before its death and after its restart.
 
-    The learner makes two steps, a checkpoint and a third step. Then a step has tokens that differ from its plan, and
-    another step fails. The process is killed. The restarted learner repeats the third step from the checkpoint.
+    The learner makes two steps, a checkpoint and a third step. In the next step, the tokens differ from the plan. The
+    step after that fails. Then the process is killed. The restarted learner repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()

@@ -259,7 +259,7 @@ def test_restarted_ranks_and_engines_get_the_same_gpus(ray_with_8_gpus, tmp_path
         before = [group.execute_all_sync("environment") for group in (ranks, places.first)]
         ranks.shutdown()
         places.replace_worker(1)
-        engines = places.first.execute_all_sync("environment")  # at this time, no learner ranks exist
+        engines = places.first.execute_all_sync("environment")  # the learner ranks are shut down here
         ranks = RayWorkerGroup(pool, probe, worker_env=worker_env(config))
         after = [ranks.execute_all_sync("environment"), engines]
         devices = [[[one["CUDA_VISIBLE_DEVICES"] for one in group] for group in life] for life in (before, after)]

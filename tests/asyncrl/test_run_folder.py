@@ -208,7 +208,7 @@ def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leav
     tmp_path, monkeypatch, capsys, shared_memory
 ):
     def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error in a write does not name the file
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the error of a real write does not name the file
 
     monkeypatch.setattr(Path, "write_text", write)
     assert train_command.main([f"output_dir={tmp_path}/out"]) == 1

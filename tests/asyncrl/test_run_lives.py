@@ -1,4 +1,4 @@
-"""The list of runs, their lives and their checkpoints."""
+"""The list of runs, with the starts and the checkpoints of each run."""
 
 import json
 import shutil

@@ -104,7 +104,7 @@ def test_the_jobs_on_a_core_share_it_equally():
     core.run(3.0, lambda: ends.setdefault("long", env.now))
     core.run(1.0, lambda: ends.setdefault("short", env.now))
     env.run(until=3.0)
-    core.run(0.5, lambda: ends.setdefault("late", env.now))  # the long job still needs 1.5 s at this time
+    core.run(0.5, lambda: ends.setdefault("late", env.now))  # the long job still needs 1.5 s when this job starts
     env.run()
     assert ends == pytest.approx({"short": 2.0, "late": 4.0, "long": 4.5})
     assert core.busy_s == pytest.approx(4.5)
@@ -339,8 +339,8 @@ def test_a_group_stopped_in_a_batch_is_returned_at_the_end_of_the_batch():
 def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token():
     """The engine runs one sample per batch, so the second group waits for the batch of the first group.
 
-    The second group is stopped while it waits. The engine still runs a batch for this group, from 1.5 s to 2.01 s, and
-    decodes one token.
+    The test stops the second group while the group waits. The engine still runs a batch for the second group, from
+    1.5 s to 2.01 s, and decodes one token.
     """
     simulation, left = Simulation(scenario()), []
     model = EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True, max_running=1)
@@ -380,9 +380,9 @@ def test_simulated_steps_vary_like_the_recorded_ones():
 
 
 def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
-    """The first batch ends at 3 s. Settling (scoring and storing) a group takes 0.5 s of CPU time.
+    """The first batch ends at 3 s. To score and store a group takes 0.5 s of CPU time.
 
-    Settling shares the engine's core with the next batch, so the engine stores one group per second.
+    This work and the next batch share the engine's core. So the engine stores one group per second.
     """
     host = HostModel(is_shared=True, settle_s=0.5)
     simulation = Simulation(

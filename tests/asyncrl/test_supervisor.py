@@ -118,7 +118,7 @@ def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, statu
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGHUP)
-    if not before:  # the work has no handler yet, so the signal ends it
+    if not before:  # the child process has no signal handler yet, so the signal ends it
         run.wait(60)
     assert run.communicate("go on\n", timeout=60)[0] == status
 

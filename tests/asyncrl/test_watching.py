@@ -31,7 +31,7 @@ def watched(tmp_path):
 
 
 async def test_a_run_continues_if_its_dashboard_does_not_start(watched):
-    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # not an address of this host
+    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # this host does not have the address
     async with watching:
         watching.step(make_record(0))
     assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()

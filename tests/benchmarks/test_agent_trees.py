@@ -1,4 +1,4 @@
-"""The turn trees of the benchmark's search agent, and the tokens that the packer stores once for several branches."""
+"""The turn trees of the benchmark's search agent, and how many of their tokens the packer packs only once."""
 
 from benchmarks.agent_trees import AgentLengths, search_groups, tree_tokens
 

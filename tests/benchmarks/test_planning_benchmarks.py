@@ -1,4 +1,4 @@
-"""The benchmarks of predictions and of the buffer, with small cases."""
+"""Small cases of the benchmarks that test predictions, and of the buffer's benchmark."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_a_case_changes_only_its_own_options_of_the_recorded_scenario():
 
 
 def test_the_order_of_runs_differs_between_repetitions():
-    """The speed of a run depends on the previous run. So the previous run must change between repetitions."""
+    """The speed of a run depends on the run before it. So the order of the runs must differ between repetitions."""
     runs = (RECORDED, *CASES)
     rounds = [order_of_runs(number) for number in range(9)]
     assert all(sorted(map(runs.index, order)) == list(range(len(runs))) for order in rounds)

@@ -1,7 +1,7 @@
 """Starts and resumes one training run repeatedly, and injects random faults.
 
-All random numbers come from one seed, so the same seed repeats the faults and the pauses. Signals go only to processes
-of this run: their environment variable TMPDIR names the run's scratch folder.
+All random numbers come from one seed, so the same seed repeats the faults and the pauses. The test sends signals only
+to processes whose environment variable TMPDIR names the run's scratch folder.
 """
 
 import os
@@ -25,16 +25,16 @@ from learner.checkpoint_folder import newest_checkpoint
 from tests.support.training_run import ROOT, RunningTraining, words_of
 
 DEADLINE_S = 12.0
-"""``buffer.request_timeout_s`` and ``learner.step_timeout_s`` of the lives."""
+"""``buffer.request_timeout_s`` and ``learner.step_timeout_s`` of the run."""
 START_TIMEOUT_S = 120.0
 SAVE_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 15.0
 SILENCE_S = START_TIMEOUT_S + SAVE_TIMEOUT_S + STOP_TIMEOUT_S
 """The test fails if a run prints nothing and makes no step for this long. All deadlines of the run are shorter."""
 NO_STEP_S = 900.0
-"""The test fails if all lives together make no step for this long."""
+"""The test fails if the run makes no step for this long, over several starts."""
 GROUPS_PER_STEP = 8
 TOTAL_STEPS = "1000000"
-"""More steps than the lives before the final life ever make."""
+"""The number of steps for all starts except the last one. No start makes so many steps."""
 FILLER = "filler"
 """The name of the file that fills the disk."""
 PARTS = {
@@ -86,10 +86,10 @@ class Event:
             while the run stops.
         share: A number in [0, 1) that selects the process of a part. If the part has n processes, the index of the
             process is ``int(share * n)``.
-        in_training: Whether the pause begins with the first step of the life. If false, the pause begins immediately.
+        in_training: Whether the pause begins with the first step after the start. If false, it begins immediately.
         pause_s: Pause before the event.
         length_s: Seconds that a stall or a full disk lasts, or seconds from SIGTERM to the kill.
-        stays: Whether the disk stays full for the next life, if the current life ends while the disk is full.
+        stays: Whether the disk stays full for the next start, if the run ends while the disk is full.
     """
 
     kind: str
@@ -112,7 +112,7 @@ _SHARE_IN_TRAINING = 0.75
 
 
 def drawn_events(seed: int) -> Iterator[Event]:
-    """Yield random events without end."""
+    """Yield an endless sequence of random events."""
     draw = random.Random(seed)
     while True:
         (kind,) = draw.choices(list(_KINDS), list(_KINDS.values()))
@@ -137,7 +137,7 @@ def drawn_events(seed: int) -> Iterator[Event]:
 def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
     """Mount a file system of limited size on ``folder``.
 
-    Only root can mount a file system. If the body of the ``with`` fails, the files are copied to a folder next to it.
+    Only root can mount a file system. If the body of the ``with`` fails, the files are copied to a sibling folder.
     """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
@@ -153,12 +153,12 @@ def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
 
 @dataclass(kw_only=True)
 class Lineage:
-    """One training run with all its lives. A life lasts from a start of the run to its next end.
+    """One training run with all its lives. A life lasts from a start of the run until it ends or is killed.
 
     Attributes:
-        disk: A file system of limited size. The lives write to ``disk/out`` and ``disk/journal``.
+        disk: A file system of limited size. The run writes to ``disk/out`` and ``disk/journal``.
         seed: Seed of all random numbers.
-        start: Function that starts a life with the given options.
+        start: Function that starts the run with the given options.
         say: Function that receives a line about each event.
         counts: Number of events of each kind and part, and number of lives with each kind of end.
         lives: Folders of the lives, oldest first. A life that ended early possibly has no folder.
@@ -175,7 +175,7 @@ class Lineage:
         self._events = drawn_events(self.seed)
         self._engines = random.Random(self.seed + 1)
         self._options = [*OPTIONS, f"buffer.directory={self.disk / 'journal'}"]
-        if self.seed % 2:  # with an odd seed, all lives use the same folder of checkpoints
+        if self.seed % 2:  # with an odd seed, all starts of the run use the same folder of checkpoints
             self._options.append(f"checkpoint.directory={self.disk / 'checkpoints'}")
         self._command = [*self._options, "checkpoint.resume=never"]
         self._newest_step, self._step_s = -1, time.monotonic()
@@ -202,7 +202,7 @@ class Lineage:
         return self._last_life()
 
     def _last_life(self) -> RunningTraining:
-        """Stop the current life, and let one more life make 20 steps."""
+        """Stop the run, resume it for the last time, and let it make 20 steps."""
         if self.run.process.poll() is None:
             self.run.process.send_signal(signal.SIGTERM)
             self._note("stop, after the last event")
@@ -217,7 +217,7 @@ class Lineage:
         return self.run
 
     def _begin(self, engine: str, *options: str) -> None:
-        """Start a life with the options in ``_command``. After each life, `_end` sets the options of the next life."""
+        """Start the run with the options in ``_command``. After each end of the run, `_end` sets the next options."""
         resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
         self.run = self.start(
             *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"
@@ -250,7 +250,7 @@ class Lineage:
                 self._kill_all()
 
     def _stop(self, event: Event) -> None:
-        """Send SIGTERM to the run. If the event names parts, kill them while the run stops. Wait for the run's end."""
+        """Send SIGTERM to the run, and wait for its end. If the event names parts, kill them while the run stops."""
         self.run.process.send_signal(signal.SIGTERM)
         self._watch(event.length_s)
         for part in event.parts:
@@ -268,10 +268,10 @@ class Lineage:
             time.sleep(0.05)
 
     def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
-        """Send a signal to one process of ``part`` and return the process. Returns None if no such process runs."""
+        """Send a signal to one process of ``part`` and return the process. Returns None if the part has no process."""
         words = {process: words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
-        if part == "buffer":  # command lines of store servers contain the words for the buffer too
+        if part == "buffer":  # the command line of a store server also contains the words that find the buffer
             found = [process for process in found if PARTS["store"] not in words[process]]
         if part == "engine" and not found:  # an in-process engine runs in the worker's process
             found = [process for process in words if PARTS["worker"] in words[process]]
@@ -298,20 +298,20 @@ class Lineage:
             self._note(f"… refused: {error}")
 
     def _fill(self, event: Event) -> None:
-        """Fill the disk for a while. If the life ends and ``event.stays``, the next life starts on a full disk."""
+        """Fill the disk for a while. If the run ends and ``event.stays`` is true, resume it on the full disk."""
         filler = self.disk / FILLER
         _take_all_space(filler)
         self._watch(event.length_s)
         if event.stays and self.run.process.poll() is not None:
             self._end()
             self._note("… and the disk stays full")
-            _take_all_space(filler)  # the ended life has freed some space
+            _take_all_space(filler)  # when the run ended, it freed some space
             self._begin("transformers")
             self._watch(2 * event.length_s)
         filler.unlink()
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait ``seconds``. The wait ends earlier if the life ends or ``until()`` returns true.
+        """Wait ``seconds``. The wait ends earlier if the run ends, or if ``until()`` returns true.
 
         Fail if the run makes no progress for too long.
         """
@@ -322,7 +322,7 @@ class Lineage:
             self._look()
 
     def _look(self) -> None:
-        """Read the output and the steps of the run. Fail if neither a line nor a step has come for too long."""
+        """Read the output and the steps of the run. Fail if no output or no step has come for too long."""
         now_s = time.monotonic()
         if self.run.read_lines():
             self._heard_s = now_s
@@ -341,7 +341,7 @@ class Lineage:
         assert is_true(), f"no {what} within {timeout_s:g} s:\n{self._tail()}"
 
     def _end(self, *, is_last: bool = False) -> None:
-        """Check how the current life has ended. Set the options of the next life, which continues from a checkpoint."""
+        """Check how the run has ended. Set the options for its next start, which continues from a checkpoint."""
         limit_s = SAVE_TIMEOUT_S + STOP_TIMEOUT_S + 15.0 if "supervisor" in self._killed_by_us else 5.0
         deadline_s = time.monotonic() + limit_s
         while (left := self._processes()) and time.monotonic() < deadline_s:
@@ -369,9 +369,9 @@ class Lineage:
         self.run.end()
 
     def _continued(self) -> list[str]:
-        """Return the options for the next life, from the command that the ended life printed.
+        """Return the options for the next start, from the command that the run printed when it ended.
 
-        A killed life prints no command. Then ``checkpoint.resume=auto`` finds the newest checkpoint.
+        A killed run does not print a command. Then ``checkpoint.resume=auto`` finds the newest checkpoint.
         """
         named = [line.partition("to continue: asyncrl train ")[2] for line in self.run.lines]
         if command := next(filter(None, reversed(named)), ""):
@@ -383,12 +383,12 @@ class Lineage:
         return [*self._options, "checkpoint.resume=auto"]
 
     def checkpoint(self) -> Path | None:
-        """Return the newest checkpoint of the newest life that has one."""
+        """Return the newest checkpoint, or None if the run has no checkpoint."""
         folders = [self.disk, *reversed(self.lives)]
         return next(filter(None, (newest_checkpoint(folder / "checkpoints") for folder in folders)), None)
 
     def _processes(self) -> list[psutil.Process]:
-        """Return all processes of the current life, including processes whose parent has died."""
+        """Return all current processes of the run, including processes whose parent has died."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -398,7 +398,7 @@ class Lineage:
         return found
 
     def _trains(self) -> bool:
-        """Return whether the current life has reported a step."""
+        """Return whether the run has reported a step since its latest start."""
         return any(f"/{TOTAL_STEPS}" in line for line in self.run.lines)
 
     def _note(self, words: str) -> None:
@@ -409,7 +409,7 @@ class Lineage:
 
 
 def _take_all_space(filler: Path) -> None:
-    """Make the file ``filler`` so large that its disk is full."""
+    """Extend the file ``filler`` until its disk is full."""
     free = os.statvfs(filler.parent)
     with filler.open("ab") as file, suppress(OSError):  # the run can take some of the space at the same time
         os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)

@@ -1,4 +1,4 @@
-"""Whole training runs that start like a user's runs and end with their test."""
+"""Fixtures that start whole training runs as a user does, and end the runs when the test ends."""
 
 import pytest
 

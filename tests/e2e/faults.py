@@ -1,8 +1,8 @@
 """Tables of faults: faults that end a run, and faults that a run survives.
 
-``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. Each row of the second table runs on both
-engines. A row of the first table runs on its ``engines``. A seed decides the moment of a fault within its phase. The
-test prints the seed, and ``ASYNCRL_FAULT_SEED=N`` sets it.
+``pytest -m "slow or not slow" tests/e2e/test_faults.py`` tests every row of both tables. Each row of the second table
+is tested on both engines, and a row of the first table on its ``engines``. A seed decides the moment of a fault within
+its phase. The test prints the seed, and ``ASYNCRL_FAULT_SEED=N`` sets the seed.
 """
 
 import signal
@@ -29,14 +29,14 @@ class Fault:
     Attributes:
         part: The process that gets the signal: ``supervisor``, ``controller``, or words of a process's name or command.
         signal: The signal.
-        moment: Phase of the run. The run prints a line with these words at the start of the phase.
+        moment: Words of the line that the run prints at the start of the phase in which the fault is injected.
         status: The expected exit status.
         words: Words that the last 40 lines must contain.
         options: Further options of the run.
         engines: Names of the engines with which the test runs.
         end_timeout_s: Time within which the run must have ended.
-        goes_on: Whether the run survives the fault. If true, the run makes further steps, and SIGTERM stops it.
-        within_s: The signal comes at most this many seconds after the line of ``moment``.
+        goes_on: Whether the run survives the fault. If true, the run makes further steps, then SIGTERM stops the run.
+        within_s: Largest number of seconds from the line ``moment`` to the signal.
     """
 
     part: str
@@ -63,10 +63,11 @@ class Recovery:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
         words: Words of the line that reports the restart. If empty, the test waits for three further steps.
-        moment: The signal comes after a line with these words. If empty, the signal comes after ``after_steps`` steps.
+        moment: Words of the line after which the test sends the signal. If empty, the test waits for ``after_steps``
+            steps instead.
         after_steps: Number of steps before the signal, if ``moment`` is empty.
         options: Further options of the run.
-        restarts: Expected count of restarts in the summary, by part.
+        restarts: Number of restarts that the summary must report, by part.
     """
 
     part: str
@@ -86,7 +87,7 @@ class Recovery:
 STEPS = 30
 """Number of steps of a run that survives its fault."""
 LAST = STEPS - 1
-"""Number of finished steps while the last step runs."""
+"""Number of steps that are finished when the last step runs."""
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
 EVALUATES = "engines): ready"  # an evaluation begins when the fleet is ready
@@ -174,7 +175,7 @@ _SAID = {
 
 
 def _recovers(part: str, *options: str, restarts: str = "", **changes: Any) -> Recovery:
-    """Return an entry of `RECOVERIES` for a killed part. ``restarts`` is the part's name in the summary's restarts."""
+    """Return an entry of `RECOVERIES` for a killed part. The summary counts the part's restarts under ``restarts``."""
     row = {"part": part, "signal": signal.SIGKILL, "options": options, "words": _SAID[restarts]}
     return Recovery(**row | {"restarts": {restarts: 1} if restarts else {}} | changes)
 
@@ -211,7 +212,7 @@ SELDOM = (
 
 
 def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
-    """Return, for each part of a run, words that only the command lines of its processes contain."""
+    """Map each part of a run to words that only the command lines of the part's processes contain."""
     parts = {
         "worker": "ray::RolloutWorker",
         "store": "--store ",
@@ -226,7 +227,7 @@ def assert_it_ends_right(
 ) -> None:
     """Wait for the end of a run with faults, and check its results.
 
-    The log-probs of every ``every``-th sample are recomputed with the run's snapshots, unless ``every`` is 0.
+    Recompute the log-probs of every ``every``-th sample with the run's snapshots. If ``every`` is 0, recompute none.
     """
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())

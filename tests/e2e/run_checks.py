@@ -1,4 +1,4 @@
-"""Checks that must hold for every run, after any faults of its parts."""
+"""Checks that every run must pass, after any faults of its parts."""
 
 import json
 from collections import Counter, defaultdict
@@ -30,7 +30,7 @@ def assert_every_step_is_made_and_no_version_goes_back(
 
 
 def assert_the_account_closes(summary: dict) -> None:
-    """Check that each generated token is trained, dropped, buffered or in flight, and that no lag exceeds its bound."""
+    """Check that each generated token is trained, dropped, buffered or in flight, and that no lag is too large."""
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     assert summary["max_lag"]["realised"] <= summary["max_lag"]["bound"]
@@ -49,7 +49,10 @@ def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
 
 
 def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTraining, *, every: int = 1) -> int:
-    """Recompute the log-probs of every ``every``-th sample with each token's version. Returns the number of tokens."""
+    """Recompute the log-probs of every ``every``-th sample with the versions of its tokens, and compare them.
+
+    Returns the number of compared tokens.
+    """
     rows_by_version = defaultdict(list)
     for row in trained_samples(run)[::every]:
         for version in {*row["versions"]} - {UNVERSIONED}:
@@ -79,7 +82,7 @@ def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
 
 
 def model_of_version(run: RunningTraining, version: int):
-    """Return the model of a version. Its weights must be in the run's folder of snapshots."""
+    """Return a model with the weights of a version, which must be in the run's folder of snapshots."""
     if version == 0:
         warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
         made = next((path.parent for path in run.output_dir.glob("*/assets/**/config.json")), None)
@@ -92,9 +95,9 @@ def model_of_version(run: RunningTraining, version: int):
 
 @torch.no_grad()
 def response_logprobs(model, row: dict) -> np.ndarray:
-    """Return [R] float32 log-probs of the response from a plain Hugging Face forward.
+    """Return [R] float32 log-probs of the response from a plain Hugging Face forward pass.
 
-    If the prompt is empty, the first token of the response gets 0.
+    If the prompt is empty, the log-prob of the response's first token is 0.
     """
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits = model(ids).logits[0, :-1]

@@ -1,8 +1,8 @@
 """A training run that is interrupted by random faults and resumed many times.
 
-``pytest -m slow tests/e2e/test_chaos.py`` takes an hour; ``ASYNCRL_CHAOS_S=N`` sets the seconds. The test prints its
-events and the seed, and appends them to ``events.log`` in its folder. ``ASYNCRL_FAULT_SEED=N`` repeats the events of a
-seed. With ``ASYNCRL_CHAOS_SGLANG=0.1``, a tenth of the starts use real SGLang servers.
+``pytest -m slow tests/e2e/test_chaos.py`` takes an hour; ``ASYNCRL_CHAOS_S=N`` sets the seconds. The test prints the
+seed and its events, and appends them to ``events.log`` in its folder. ``ASYNCRL_FAULT_SEED=N`` repeats the events of
+the seed N. With ``ASYNCRL_CHAOS_SGLANG=0.1``, a tenth of the starts use real SGLang servers.
 """
 
 import json
@@ -67,7 +67,7 @@ def test_account_and_prompts_of_a_run_are_correct_after_random_faults_in_many_li
 def assert_the_lineage_is_right(run, lineage):
     """Check the audit, account, steps and prompts of a run over all its starts. Check that no shared memory is left.
 
-    Returns the audit's descriptions of what it checked.
+    Returns the lines in which the audit describes its checks.
     """
     lives = audited_lives(run.run_dir)
     result = audit(lives)
@@ -85,9 +85,9 @@ def assert_the_lineage_is_right(run, lineage):
 
 
 def is_lost_on_a_full_disk(bad, lineage):
-    """Return whether a full disk explains that a receipt (a record of sampled tokens) is missing.
+    """Return whether a receipt (a record of sampled tokens) is missing because the disk was full.
 
-    If so, the log of a rollout worker says that a ``sampled`` receipt is not written. The log can be from the same
+    If true, the log of a rollout worker says that a ``sampled`` receipt is not written. The log can be from the same
     start of the run or from an earlier start.
     """
     if (bad.what, bad.found) != (ENGINE_RECEIPT, "none"):
@@ -99,7 +99,7 @@ def is_lost_on_a_full_disk(bad, lineage):
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
     """Check that the reported steps increase. Returns the steps that ``metrics.jsonl`` lacks.
 
-    When a run is killed, ``metrics.jsonl`` can lack the last two steps before the first step of the resumed run.
+    If a run is killed and resumed, ``metrics.jsonl`` can lack the last two steps before the first resumed step.
     """
     steps = [record["step"] for record in run.records]
     assert steps == sorted(set(steps))
@@ -109,7 +109,7 @@ def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
 
 
 def assert_steps_rise_by_one_between_rewinds(life):
-    """Check that each committed step follows the previous step, or repeats steps after a return to a checkpoint."""
+    """Check that each committed step has the next number, or a smaller number after a return to a checkpoint."""
     record = read_life(life)
     steps = [line["step"] for line in receipts_of(life) if line["act"] == "committed"]
     if not steps or record is None:
@@ -120,14 +120,14 @@ def assert_steps_rise_by_one_between_rewinds(life):
 
 
 def receipts_of(life):
-    """Return the receipts (records of steps) that the controller wrote in this life, possibly none."""
+    """Return the receipts (records of steps) that the controller wrote in one life of the run, possibly none."""
     path = life / FOLDER / "controller.jsonl"
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return map(json.loads, whole.splitlines())
 
 
 def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
-    """Check that each prompt was consumed once, was dropped for a reason, or is in ``checkpoint``."""
+    """Check that each prompt was trained once, was dropped for a known reason, or is in ``checkpoint``."""
     consumed = consumed_groups(lives)
     assert max(Counter(consumed).values()) == 1
     assert len(consumed) == GROUPS_PER_STEP * run.num_steps
@@ -139,9 +139,10 @@ def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
 
 
 def consumed_groups(lives):
-    """Return the ids of the consumed groups of a run. If a step was planned several times, only its latest plan counts.
+    """Return the ids of the groups that the steps of a run consumed.
 
-    If the run was resumed from a checkpoint, the lost steps after this checkpoint do not count.
+    If a step was planned several times, the result includes only the latest plan. If the run was resumed from a
+    checkpoint, the result excludes the lost steps after this checkpoint.
     """
     by_step = {}
     for life in lives:

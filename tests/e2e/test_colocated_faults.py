@@ -30,7 +30,7 @@ def slow(inputs, config):
 
 @pytest.fixture
 def started(start, tmp_path):
-    """Return a function that starts colocated runs. When a rank computes the loss, it creates the file ``mark``."""
+    """Return a function that starts colocated runs. The loss function of such a run creates the file ``mark``."""
     mark, loss = tmp_path / "trains", tmp_path / "own_loss.py"
     loss.write_text(LOSS.format(mark=str(mark)))
 
@@ -91,7 +91,7 @@ def test_a_colocated_run_survives_the_death_of_a_rank_in_each_phase(started, eng
 
 
 def test_colocated_roles_survive_a_rank_death_and_release_the_device_in_each_step(started):
-    """Two sequence-parallel ranks each hold actor, critic and reference. Ranks and engines share two devices."""
+    """Each of two sequence-parallel ranks has actor, critic and reference. Ranks and engines share two devices."""
     run = started("transformers", 2, "learner.sp_size=2", "algorithm.advantage=gae", "algorithm.kl_coef=0.01")
     wait_for_phase(run, "hands over")
     os.kill(run.pids_at("ray::FusedWorker")[-1], signal.SIGKILL)

@@ -174,6 +174,6 @@ def test_killed_or_paused_servers_and_workers_recover_and_the_run_is_correct(sta
     ):
         os.kill(run.pids_at(words)[0], number)
         struck_s = time.monotonic()
-        run.wait_for_line("is back after", timeout_s=600)  # the machine may be busy
+        run.wait_for_line("is back after", timeout_s=600)  # the timeout is long, because the machine may be busy
         print(f"{number.name} of {words}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201
     assert_it_ends_right(run, num_steps=300, timeout_s=1200, groups_per_step=16, every=97)

@@ -100,7 +100,7 @@ def test_engines_join_and_leave_during_all_activities_of_a_run(start, weights):
     )
     run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
-    for rank in (0, 2):  # during loads of weights and evaluations
+    for rank in (0, 2):  # let engines leave while the run loads weights and evaluates
         timed(run, "leave", str(rank))
     with ThreadPoolExecutor(2) as both:
         joining = [both.submit(timed, run, "join") for _ in range(2)]
@@ -126,7 +126,7 @@ def test_engines_join_and_leave_during_all_activities_of_a_run(start, weights):
 
 
 def timed(run, name, *arguments):
-    """Run ``asyncrl join`` or ``asyncrl leave``, which must succeed. Print the duration, and return the output."""
+    """Run ``asyncrl join`` or ``asyncrl leave``, and check its status. Print the duration; return the output."""
     began_s = time.monotonic()
     status, words = command(name, run.run_dir, *arguments)
     assert status == 0, f"{words}\n{run.output}"
@@ -140,7 +140,7 @@ def steps_after(run):
 
 @contextmanager
 def cluster():
-    """Yield a Ray cluster of one node, on which the run starts. Nodes that a test adds have one CPU, for one engine."""
+    """Yield a Ray cluster of one node, on which the run starts. A test adds nodes with one CPU each, for one engine."""
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
@@ -181,7 +181,7 @@ def test_an_engine_of_a_dead_node_starts_again_on_the_next_node_that_joins(start
             "placement.engines_per_node=1",
             "buffer.host=127.0.0.1",
             "buffer.advertised_host=127.0.0.1",
-            "buffer.stores_on=ledger",  # a store on a dead node would lose groups
+            "buffer.stores_on=ledger",  # if the killed node had a store, its groups would be lost
             "weights.transport=file",
             f"weights.directory={tmp_path / 'weights'}",
             *OPTIONS,

@@ -1,4 +1,4 @@
-"""Ends of runs after a second signal, a failed server, a wrong option, or a signal to all processes."""
+"""How a run ends after a second signal, a failed server, a wrong option, or a signal to all processes."""
 
 import os
 import signal

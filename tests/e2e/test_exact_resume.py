@@ -58,7 +58,7 @@ def test_resumed_runs_end_with_the_same_bits_as_an_uninterrupted_run(start, mome
         ended.wait_for_line("step 1/", 900)
         ended.wait_for_step(4)
         begin_s, end_s = (ended.records[step]["time_s"] for step in (1, 3))
-        # Wait no longer than two steps take, so that the run still has steps to make.
+        # Wait at most the time of two steps. The run must be stopped before its last step.
         time.sleep(moments.uniform(0.0, end_s - begin_s))
         ended.remember_family()
         if number is signal.SIGTERM:

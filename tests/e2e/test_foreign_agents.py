@@ -1,4 +1,4 @@
-"""A run on SGLang whose agents are unmodified openai-agents and verifiers, in a separate Python."""
+"""A run on SGLang whose agents use unmodified openai-agents and verifiers, in a separate Python environment."""
 
 import json
 

@@ -28,7 +28,7 @@ def asked_of(tokenizer, response):
 
 
 def save_judge(folder):
-    """Save a model that mostly writes verdicts. The verdicts depend on its prompt. Returns the model's folder."""
+    """Save a model that mostly writes verdicts, which depend on the prompt. Returns the model's folder."""
     path = save_calling_policy(folder, VERDICTS, p_call=0.15, p_stop=0.1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokens = [tokenizer.convert_tokens_to_ids(f"<tool_call>{verdict}</tool_call>") for verdict in VERDICTS]
@@ -38,7 +38,7 @@ def save_judge(folder):
     with torch.no_grad():
         hidden = torch.stack([model.model(ids).last_hidden_state[0, -1] for ids in asked])
         spread = torch.linalg.svd(hidden - hidden.mean(0))
-        # Let the verdict depend on the direction in which the hidden states of the prompts differ most.
+        # Find the direction in which the hidden states of the prompts differ most. The verdict depends on it.
         taste = spread.Vh[0] * 0.5 / (spread.S[0] / len(asked) ** 0.5)
         taste -= taste @ hidden.mean(0) / hidden.mean(0).square().sum() * hidden.mean(0)
         base = model.lm_head.weight[tokens[0]].clone()

@@ -75,7 +75,7 @@ ADAPTERS = ["learner.lora.rank=4", "algorithm.kl_coef=0.01"]
     ],
 )
 def test_every_role_releases_the_device_to_a_colocated_engine_in_every_step(start, overrides):
-    entropy = "algorithm.entropy_coef=0.1"  # changes the policy, which gets no rewards
+    entropy = "algorithm.entropy_coef=0.1"  # only this term trains the policy, which gets no rewards
     run = finished(start, *overrides, "placement.colocated=true", "learner.offload_at_transition_only=true", entropy)
     assert run.survivors() == []
     has_critic = "learner.critic.value_loss" in run.records[-1]

@@ -32,7 +32,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
     # During the five warm-up steps, the policy does not change, and the critic learns values.
-    # Returns are 0 or 1, with mean m. A value of 0 gives the loss m / 2, and a value of m gives m (1 - m) / 2.
+    # Returns are 0 or 1, with mean m. If the critic predicts 0, its loss is m / 2; if it predicts m, m (1 - m) / 2.
     assert all("learner.grad_norm" not in record for record in records[:5])
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
@@ -99,7 +99,7 @@ def test_a_run_trains_on_the_scores_of_its_reward_model(start, tmp_path):
     assert records[3]["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]), abs=1e-4)
     assert np.std([row["reward"] for row in rows]) > 0.05
     for row in rows[::16]:
-        # Do not call `judge(...)`, because it ignores padding tokens that the policy sampled at the end.
+        # Do not call `judge(...)`. It would ignore final tokens of the response that are padding tokens.
         with torch.no_grad():
             hidden = judge.model(torch.tensor([row["prompt_ids"] + row["response_ids"]])).last_hidden_state
             score = judge.score(hidden[0, -1]).item()

@@ -66,7 +66,7 @@ def test_a_run_continues_from_the_newest_checkpoint_of_an_ended_run(start, tmp_p
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        ended.signal_all(number)  # Ctrl-C in a terminal signals fewer processes
+        ended.signal_all(number)  # more processes get the signal than after Ctrl-C in a terminal
         assert ended.finish(60) == 130, ended.output
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []
@@ -88,7 +88,7 @@ def test_a_run_continues_from_the_newest_checkpoint_of_an_ended_run(start, tmp_p
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 4)
     ids = [group_id for step in steps for group_id in step]
     assert len(ids) == len(set(ids)) == 4 * (progress.version + 4)  # no group may be consumed twice
-    assert max(ids) < len(ids) + 4 * 4  # only prompts in flight may be missing at the end
+    assert max(ids) < len(ids) + 4 * 4  # only prompts that were in flight at the end may be missing
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 4
     evaluations = [json.loads(line) for line in (second_dir / "evaluations.jsonl").read_text().splitlines()]

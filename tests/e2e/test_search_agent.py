@@ -1,7 +1,7 @@
-"""The search agent trains on SGLang. During its episodes, its process, its engine and its rollout worker are killed.
+"""The search agent trains on SGLang. During its episodes, the test kills its process, engine and rollout worker.
 
-The policy is random and calls tools by chance. If its sampled tokens are decoded and encoded again, the tokens usually
-change. Some answers do not reach the agent, so its unmodified client repeats the requests.
+The policy is random and calls tools by chance. If its sampled tokens are decoded to text and encoded again, the tokens
+usually change. Some answers do not reach the agent, so the agent's unmodified client repeats the requests.
 """
 
 import json
@@ -153,7 +153,7 @@ def run(tmp_path_factory):
 
 
 def worker_of_last_answer(folder):
-    """Return the process id of the rollout worker that got the latest answer of SGLang."""
+    """Return the process id of the rollout worker to which SGLang sent its latest answer."""
     return json.loads((folder / "engine.jsonl").read_text().splitlines()[-1])["pid"]
 
 
@@ -214,14 +214,14 @@ def test_the_agent_branches_compacts_repeats_requests_and_returns_unchanged_toke
 
 @dataclass(frozen=True)
 class Replay:
-    """An episode that began again.
+    """An episode that began again after the death of a process.
 
     Attributes:
         cause: The part that was killed.
-        saved: The turns that the agent had received before the death. An agent has received a turn if it sent a further
-            request. A killed worker loses its turns after the last weight update, so these turns are not included.
+        saved: The turns that the agent had received before the death. The agent has received a turn if it sent a
+            further request. A killed worker loses the turns since the last weight update; ``saved`` excludes them.
         after: The tokens that SGLang sampled after the death.
-        is_kept: Whether each saved turn was trained token for token.
+        is_kept: Whether the learner trained exactly the tokens of each saved turn.
     """
 
     cause: str
@@ -234,10 +234,10 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replays(run, rows, answers):
-    """Return the episodes that began again.
+    """Return the episodes that began again after the death of a process.
 
-    If all saved turns of an episode were too old, its group is left out. The ledger counts the tokens of such turns as
-    ``stale_prefix``.
+    The result excludes the group of an episode whose saved turns were all too old. The ledger counts the tokens of such
+    turns as ``stale_prefix``.
     """
     trained, attempts = defaultdict(list), defaultdict(list)
     for row in rows:

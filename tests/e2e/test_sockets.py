@@ -1,4 +1,4 @@
-"""Every listening socket of a run is in docs/guarantees.md, and other users of the host cannot use it."""
+"""Every listening socket of a run is in docs/guarantees.md. Other users of the host cannot use these sockets."""
 
 import ipaddress
 import re

@@ -28,7 +28,7 @@ PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl train"}
 
 
 def evaluates(run: RunningTraining) -> None:
-    run.wait_for_step(9)  # the run then evaluates version 10
+    run.wait_for_step(9)  # after step 9 the run evaluates version 10
 
 
 def loads(run: RunningTraining) -> None:

@@ -34,7 +34,7 @@ def run(request, tmp_path_factory):
     """Return a finished run.
 
     With ``at_stop``, the engine keeps its running requests at a weight update. With ``at_updates``, the worker saves
-    them and continues them after the update.
+    the requests and continues them after the update.
     """
     save_progress, num_engines, *others = request.param
     running = RunningTraining(

@@ -115,7 +115,7 @@ def test_the_fastest_correct_kernel_is_selected(install, shape):
     ("fault", "said"),
     [
         ("softmax_scale *= 1.2", "differs from attention in float32 by"),
-        ("q = q.detach()", "cannot run here"),  # the output then has no gradient
+        ("q = q.detach()", "cannot run here"),  # the kernel's output has no gradient
         ("raise RuntimeError('no kernel image is available')", "no kernel image is available"),
         ("cu_seqlens_q = cu_seqlens_k = cu_seqlens_q[[0, -1]]", "differs from attention in float32 by"),
         ("return q * float('nan')", "cannot run here|differs from"),

@@ -1,4 +1,4 @@
-"""The division of a plan among ranks and mini-batches: balance, rewards, and independence of the number of ranks."""
+"""A plan is divided among ranks and mini-batches. Tests of the balance, the rewards, and any number of ranks."""
 
 import math
 import time
@@ -49,7 +49,7 @@ def largest_sample(plan: Plan) -> float:
 
 
 def long_tailed_plan(num_groups: int, samples: int, seed: int) -> Plan:
-    """Return a plan with lengths like those of reasoning traces: groups differ, and a few samples are very long."""
+    """Return a plan whose lengths resemble reasoning: groups have different lengths, and few samples are very long."""
     rng = np.random.default_rng(seed)
     scale = rng.lognormal(6.5, 0.6, (num_groups, 1))
     lengths = np.clip(scale * rng.lognormal(0.0, 0.5, (num_groups, samples)), 8, 6000).astype(int)

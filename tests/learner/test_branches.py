@@ -1,4 +1,4 @@
-"""Trajectories with several branches: how losses, advantages and balance count trajectories and tokens."""
+"""Trajectories with several branches: their weight in losses, in advantages and in the division among ranks."""
 
 import os
 from dataclasses import replace
@@ -216,7 +216,7 @@ def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn():
     advantages = BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu)))
     rewards = {(7, sample): reward for sample, reward in enumerate(group.summary.rewards)}
     assigned, _ = advantages.assign(group_sequences(group), rewards)
-    outcome = 1.0 + 0.5  # the reward of an observation is added to the outcome
+    outcome = 1.0 + 0.5  # the outcome reward, plus the reward of an observation
     first, second, third, _ = (s.columns["returns"][s.loss_mask].tolist() for s in assigned)
     assert first == pytest.approx(
         [0.5 * (0.25 + 0.125 * outcome), 0.25 + 0.125 * outcome, *(outcome * d for d in (0.25, 0.5, 1))]

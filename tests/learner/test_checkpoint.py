@@ -185,7 +185,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # wait for the thread that writes
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # wait for the thread that writes the checkpoint
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -218,7 +218,7 @@ def test_a_crash_between_renames_or_during_a_removal_leaves_complete_checkpoints
 
 
 def test_a_save_of_an_existing_version_succeeds_while_a_command_reads_the_folder(tmp_path, monkeypatch):
-    """A save first renames the old checkpoint. Then a command reads the folder before the new one is in place."""
+    """A command reads the folder when the old checkpoint is renamed, but the new checkpoint is not yet in its place."""
     final = tmp_path / "v00000004"
     rename = Path.rename
 
@@ -301,7 +301,7 @@ def test_an_export_reads_one_layer_at_a_time(checkpointer, tmp_path, monkeypatch
 
 
 def test_saving_before_the_first_update_does_not_change_training(model_path, tmp_path):
-    """A checkpoint during the critic's warm-up contains a policy that has not been updated."""
+    """A checkpoint that is saved during the critic's warm-up contains a policy without updates."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)

@@ -1,4 +1,4 @@
-"""The advantages that the ranks compute, compared with explicit arithmetic and with one process."""
+"""The advantages that several ranks compute, compared with explicit arithmetic and with the results of one process."""
 
 from dataclasses import replace
 
@@ -28,7 +28,8 @@ MULTI_TURN = [False, True, True, False, False, True]
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
     """Make a sequence. ``mask`` marks the policy's tokens, and adjacent policy tokens are one turn.
 
-    Each column has the given values at policy tokens. At other tokens it has a value that no estimator may read.
+    Each column has the given values at policy tokens. At other tokens, each column has a value that an estimator must
+    not read.
     """
     filled = {}
     for name, values in columns.items():
@@ -189,7 +190,7 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
 
 
 def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
-    """Return the advantages of this rank's sequences. Groups 1 and 3 have the data source b with its own estimator."""
+    """Return the advantages of this rank's sequences. Groups 1 and 3 have source b, which has another estimator."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]

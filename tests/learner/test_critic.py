@@ -23,7 +23,7 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 from tests.support.whole_weights import assert_weights_equal, weights_of
 
-# eps is large, because AdamW would turn rounding errors in tiny gradients into whole steps.
+# eps is large. Otherwise AdamW would turn rounding errors in tiny gradients into updates of full size.
 CONFIG = LearnerConfig(
     device=Device.cpu,
     max_tokens_per_micro_batch=100,
@@ -150,7 +150,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path)
 
 @pytest.mark.long
 def test_the_critic_learns_rewards_that_depend_only_on_the_prompt(tmp_path):
-    """As in a run, each step computes values, then returns from the values and the outcomes, then makes an update."""
+    """As in a run, each step first computes values, then computes the returns, and then makes an update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
     advantages = BatchAdvantages(AlgorithmConfig(advantage="gae"), trainer.mesh)
@@ -186,8 +186,8 @@ def test_the_clipped_value_loss_has_golden_numbers():
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
     # The loss uses the larger of two squared errors: the error of the value, and the error of the clipped value.
-    # The first value counts as clipped: (1 - 2)² is less than (0.2 - 2)². Values 2 and 3 are inside the bounds.
-    # The last value does not count as clipped: (-3 - 1)² is more than (-0.2 - 1)².
+    # It uses the clipped first value, because (1 - 2)² is less than (0.2 - 2)². Values 2 and 3 are inside the bounds.
+    # It uses the last value without clipping, because (-3 - 1)² is more than (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
     assert clipped.tolist() == [True, False, False, False]
     loss.sum().backward()
@@ -198,7 +198,7 @@ def test_the_clipped_value_loss_has_golden_numbers():
 
 
 def test_a_value_inside_the_interval_is_never_counted_as_clipped():
-    """In floating point, old + (new - old) can differ from new in the last bit. This must not count as clipped."""
+    """In floating point, old + (new - old) can differ from new in the last bit. This difference is not clipping."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)
@@ -221,7 +221,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
 
 
 def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:
-    """Test several meshes in the same ranks. On each mesh after the first, every layer is an FSDP unit."""
+    """Test several meshes in the same processes. On each mesh after the first, every layer is an FSDP unit."""
     outcomes = []
     for config, num_sequences in meshes:
         outcomes.append(step_on(path, config, num_sequences))

@@ -48,7 +48,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
 def packed(
     model_path: str, num_ranks: int, sp_size: int, **options: Any
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """Make the update of `plain_loop` with the learner. The returned log-probs are those of this rank's sequences."""
+    """Make the same update as `plain_loop`, with the learner. The returned log-probs are of this rank's sequences."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
         num_ranks=num_ranks,

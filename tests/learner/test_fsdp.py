@@ -248,5 +248,5 @@ def test_gradients_are_summed_over_the_ranks_once_per_update(model_path):
         assert metrics["num_micro_batches"] >= 3
         assert metrics["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4), name
         assert metrics["again"] == pytest.approx(second["grad_norm"], rel=1e-4), name
-        once = not name.startswith("micro_batch")  # ``auto`` is ``update`` on a CPU
+        once = not name.startswith("micro_batch")  # on a CPU, ``auto`` means ``update``
         assert count == 2 if once else count >= 6, (name, count)  # one FSDP unit, two updates

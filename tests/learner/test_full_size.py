@@ -81,7 +81,10 @@ PLANNED_ALWAYS = ("windows-and-sinks", "padded-experts")
 
 
 def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """Return the planned and the tracked peak memory of a rank. The three layers store the outputs of attention."""
+    """Return a pair for one rank: the peak memory that the planner predicts, and the peak of torch's memory tracker.
+
+    The model has three layers, which store the outputs of attention for the backward pass.
+    """
     settings = {"model_type": family, "num_hidden_layers": 3, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
     memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
     learner = LearnerConfig(num_ranks=num_ranks, **memory)
@@ -105,7 +108,7 @@ def waits_with(change: str) -> list[str]:
             batch.input_ids.max().item()
         return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    MicroBatch.to = to  # changes only this separate process
+    MicroBatch.to = to  # this process runs no other test
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 

@@ -21,7 +21,7 @@ from tests.support.whole_weights import assert_weights_equal, weights_of
 CONFIG = LearnerConfig(
     device=Device.cpu,
     max_tokens_per_micro_batch=100,
-    # eps is large, because AdamW would turn rounding errors in tiny gradients into whole steps.
+    # eps is large. Otherwise AdamW would turn rounding errors in tiny gradients into updates of full size.
     optimizer=OptimizerConfig(lr=2e-2, clip_grad_norm=0.5, eps=1e-4),
     lora=LoraConfig(rank=4, alpha=8),
 )
@@ -87,9 +87,9 @@ def test_a_model_with_adapters_off_computes_the_original_log_probs(tmp_path):
 
 
 def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path):
-    """A publish merges the adapters in a separate thread. At the same time, the ranks score the reference.
+    """A publish merges the adapters in a separate thread, while the ranks compute log-probs of the reference.
 
-    The reference is the actor without adapters, so its adapters are off during the merge.
+    The reference is the actor with its adapters switched off. So the adapters are off during the merge.
     """
     trainer = trainer_of(save_tiny_model(tmp_path))
     trained(trainer)

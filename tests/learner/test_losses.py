@@ -26,7 +26,8 @@ def gradient(terms: LossTerms, of: LossInputs) -> Tensor:
 
 
 def test_ppo_clips_only_ratios_outside_the_bounds():
-    # One ratio is inside the bounds, two are above, and two are below. Each pair has advantages of both signs.
+    # One ratio is inside the bounds. Two ratios are above and two are below, each with a positive and a negative
+    # advantage.
     given = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-2.2, -1.3, 1.5, 0.8, -0.5], abs=1e-6)

@@ -52,10 +52,10 @@ def test_each_importance_weight_gives_its_golden_numbers(weight, cap, want):
         ({"masks": []}, [1, 1, 1, 1]),
         ({"masks": [Mask.token]}, [0, 1, 1, 1]),
         ({"masks": [Mask.token], "token_band": (0.2, 3.5)}, [1, 1, 0, 1]),
-        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the two products of weights are 1 and 3
+        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the products of the weights of the two trajectories are 1 and 3
         ({"masks": [Mask.sequence], "sequence_band": (0.5, 3.5)}, [1, 1, 1, 1]),
-        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the two geometric means are 1 and 3
-        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # k3 is (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75 and 3 - 1 - log 3 = 0.90
+        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the geometric means of the two trajectories are 1 and 3
+        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # k3: (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75, then 3 - 1 - log 3 = 0.90
         ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
     ],
 )
@@ -67,7 +67,7 @@ def test_each_mask_selects_its_golden_tokens(options, want):
 def test_the_geometric_mask_is_equally_strict_for_long_and_short_trajectories():
     """A geometric mean of 1.01 is outside the band of the mask ``geometric`` at any length.
 
-    The product of 1.01 over all tokens leaves the band of the mask ``sequence`` only at 70 tokens.
+    The product of 1.01 over all tokens is outside the band of the mask ``sequence`` only from 70 tokens on.
     """
     for length, product in ((10, 1), (60, 1), (80, 0)):
         log_weights = torch.full((length,), math.log(1.01))
@@ -106,9 +106,9 @@ def test_weights_stay_finite_for_very_different_policies(log_weights, weight, ca
 
 
 def test_masks_do_not_change_the_ratio_that_the_loss_clips():
-    """Without a proximal anchor, the loss clips the ratio of policy to behavior probability. Masks do not change this.
+    """Without a proximal anchor, the loss clips the ratio policy / behavior, with and without masks.
 
-    With the anchor and one update per step, the loss clips the ratio of policy to proximal probability, which is 1.
+    With the anchor and one update per step, the loss clips the ratio policy / proximal, which is 1.
     """
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)

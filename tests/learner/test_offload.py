@@ -22,7 +22,7 @@ TRANSITION = replace(PLAIN, offload_at_transition_only=True)
 
 
 class Learner:
-    """A trainer with its offload policy. The methods call both in the order in which a learner's worker calls them."""
+    """A trainer and its offload policy. The methods call the two objects in the same order as a learner's worker."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)
@@ -36,7 +36,7 @@ class Learner:
 
     @property
     def num_copies(self) -> int:
-        """The bytes on the device, divided by the bytes of the weights. The weights count 1, the moments count 2."""
+        """The bytes on the device, divided by the bytes of the weights: 1 for the weights, plus 2 for the moments."""
         return self.residence.device_bytes() // self.model_bytes
 
     def update(self) -> float:

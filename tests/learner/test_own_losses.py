@@ -62,9 +62,9 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 @pytest.fixture
 def seen() -> list[dict[str, np.ndarray]]:
-    """Return the list to which the test's loss writes its inputs, after emptying the list.
+    """Return an empty list, to which the test's loss writes its inputs.
 
-    The registry imports this file under another name. So the loss writes to the list of the imported module.
+    The registry imports this file a second time, under another name. So the loss writes to the list of that module.
     """
     imported = LOSSES.get(f"{__file__}:watching").__globals__["SEEN"]
     imported.clear()

@@ -125,7 +125,7 @@ def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
 
 
 def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> list[TokenSequence]:
-    """Return sequences in which the prompts alternate: one sequence per prompt, then the next of each prompt."""
+    """Return sequences of several prompts: the first sequence of each prompt, then the second of each, and so on."""
     ids = iter(range(1_000_000))
     prompts = [[next(ids) for _ in range(num_prompt)] for _ in range(num_groups)]
     return [

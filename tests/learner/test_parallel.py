@@ -41,7 +41,7 @@ def config(num_ranks: int, sp_size: int = 1, max_tokens: int = 50) -> LearnerCon
         max_tokens_per_micro_batch=max_tokens,
         logprob_chunk_tokens=16,
         skip_selftest="test_families.py compares each load on these meshes",
-        # eps is large, because AdamW would turn rounding errors in tiny gradients into whole steps.
+        # eps is large. Otherwise AdamW would turn rounding errors in tiny gradients into updates of full size.
         optimizer=OptimizerConfig(lr=1e-3, clip_grad_norm=0.5, weight_decay=0.1, eps=1e-4),
     )
 
@@ -97,7 +97,7 @@ def assert_same(left: list, right: list) -> None:
 
 
 def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
-    """Test several meshes in the same ranks.
+    """Test several meshes in the same processes.
 
     Each loss runs twice on the first mesh, and once on each other mesh. On each mesh after the first, every layer is an
     FSDP unit.
@@ -230,7 +230,7 @@ def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) ->
 @pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "sp_size"), [(2, 1), (4, 2)])
 def test_a_sequence_over_the_budget_raises_an_error_on_all_ranks(model_path, num_ranks, sp_size):
-    """If one rank raised the error alone, the other ranks would wait in a collective for ten minutes."""
+    """If only one rank raised the error, the other ranks would wait in a collective for ten minutes."""
     learner = config(num_ranks, sp_size=sp_size, max_tokens=20)
     errors = run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 50, timeout_s=60.0)
     assert len(errors) == num_ranks

@@ -1,4 +1,4 @@
-"""The thread that prepares batches: the order of its work, and the withdrawal of batches."""
+"""The thread that prepares batches: the order of the batches, and what it does if a batch is withdrawn."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def batch(version: int, *group_ids: int) -> RankBatch:
 
 
 class ScriptedRole:
-    """A fake learner role. `prepare` adds the name to ``begun``, and then waits for the event ``may_end``."""
+    """A fake learner role. `prepare` adds the role's ``name`` to ``begun``, then waits for the event ``may_end``."""
 
     def __init__(self, begun: list[str], name: str, *, role: str = "actor", fails: bool = False, lost: int = 0) -> None:
         self.role, self.mesh = SimpleNamespace(name=role), SimpleNamespace(rank=3)

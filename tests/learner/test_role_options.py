@@ -1,4 +1,4 @@
-"""Critic, reference and reward model in the actor's processes: a role's own options do not change results."""
+"""Critic, reference and reward model run in the actor's processes. A role's own options do not change its results."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ NUM_GROUPS = 5
 def group(group_id: int) -> TrajectoryGroup:
     """Return a group whose samples have very different lengths.
 
-    The lengths decide which rank gets which samples. So no two of four data-parallel ranks together have the samples
-    that one rank has if there are only two ranks.
+    The lengths decide which data-parallel rank gets which samples. So with two ranks, the samples of a rank are not the
+    samples that two of four ranks would get.
     """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)
@@ -89,7 +89,7 @@ class Buffer:
 
 
 class Process:
-    """The learner roles of one process. The methods call the roles as a run does."""
+    """The learner roles of one process. The methods call the roles in the same way as a run."""
 
     def __init__(
         self, directory: str, config: LearnerConfig, roles: Sequence[str], algorithm: AlgorithmConfig = ALGORITHM
@@ -104,14 +104,14 @@ class Process:
             worker.init_model()
 
     def batch(self, role: str, version: int = 0) -> RankBatch:
-        """Return the part of the plan that this process computes for a role."""
+        """Return the part of the plan (the groups of a step) that this process computes for a role."""
         sp_size = self._config.of_role(role).sp_size
         plan = Plan(version=version, groups=[group(index).summary for index in range(NUM_GROUPS)])
         num_shards = self._config.num_ranks // sp_size
         return rank_batches(plan, ALGORITHM, num_shards=num_shards, max_lag=1)[self._rank // sp_size]
 
     def scores(self, role: str) -> dict[SampleKey, np.ndarray]:
-        """Return a role's scores of its batch on this process. Only the first rank of an sp group returns scores."""
+        """Return the scores that a role computes for this process's batch: none, except on the first sp rank."""
         rows = self.roles[role].score(self.batch(role))
         if rows is None:
             return {}
@@ -172,7 +172,7 @@ def test_a_role_in_a_pool_of_another_size_shards_over_all_its_ranks_by_default()
     assert own.of_role("critic", num_ranks=6).fsdp_size == 3
 
 
-# Tests of the scores
+# Tests of the scores (log-probs, values or rewards) that the roles compute
 
 
 def all_scores(directory: str, config: LearnerConfig, roles: Sequence[str]) -> dict[str, dict[SampleKey, np.ndarray]]:
@@ -220,7 +220,7 @@ def test_the_own_options_of_a_role_do_not_change_its_scores(
 
 @pytest.mark.parametrize("order", [("ref", "critic"), ("critic", "ref")])
 def test_roles_with_different_sp_sizes_share_the_fetched_groups(directory, scores_with_the_actors_options, order):
-    """If ``ref`` fetches first, the two ranks of the critic's sp group have fetched different groups."""
+    """If ``ref`` fetches first, each rank has fetched other groups. But the critic's sp group needs the same groups."""
     found = run_on_ranks(2, all_scores, directory, with_own("critic", sp_size=2), order)
     for role in order:
         got, want = merged(found, role), merged(scores_with_the_actors_options, role)
@@ -276,9 +276,9 @@ def test_a_batch_that_one_role_loses_is_lost_for_all_roles_of_the_process(direct
 
 
 def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
-    """Return the number of bytes that each role has on the device, at four moments.
+    """Return how many bytes each role has on the device, at four times.
 
-    The moments are: after the start, after scoring and steps, after `rollout_mode`, and after `trainer_mode`.
+    The times are: after the start, after scoring and steps, after `rollout_mode`, and after `trainer_mode`.
     """
     config = replace(with_own("ref", param_offload=True), offload_at_transition_only=True)
     config = replace(config, critic=replace(config.critic, optimizer_offload=True, param_offload=False))

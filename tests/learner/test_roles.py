@@ -1,4 +1,4 @@
-"""The workers of the roles, called with verl's methods on `DataProto` and compared with plain forwards."""
+"""The learner roles' workers: verl's methods on `DataProto`, compared with a plain forward pass of the model."""
 
 import os
 from dataclasses import replace

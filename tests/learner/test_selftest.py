@@ -75,7 +75,7 @@ def test_layers_that_cannot_pack_get_one_micro_batch_per_sequence(tmp_path):
 
 
 def refusal(path: str) -> str:
-    recurrent._carries_state = lambda _module: False  # changes only this separate process
+    recurrent._carries_state = lambda _module: False  # this process runs no other test
     with pytest.raises(ValueError, match="learner cannot train") as refused:
         load(path, num_ranks=2, sp_size=2)
     return str(refused.value)

@@ -101,7 +101,7 @@ def test_a_step_whose_masks_reject_every_token_changes_no_weight(model_path):
 
 
 def test_the_proximal_policy_is_the_policy_before_the_step(model_path):
-    """The second update must use the log-probs from the start of the step, not the log-probs after the first update."""
+    """The second update must use the proximal log-probs from before the first update."""
     seen = []
 
     class Spy(Trainer):

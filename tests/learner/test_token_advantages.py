@@ -32,7 +32,7 @@ def tokens(rewards: list[float], lengths: list[int], values: list[float] | None 
 
 
 def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: float, gae_lambda: float) -> list[float]:
-    """Compute equation 16 of arXiv 1506.02438 as written.
+    """Compute equation 16 of arXiv 1506.02438 (GAE) for one trajectory.
 
     The advantage of a token is the sum of the discounted one-step errors of this token and all later tokens.
     """

@@ -59,8 +59,8 @@ def estimated(
 ) -> dict[tuple[int, int, int], tuple[float, float]]:
     """Return a pair (advantage, return) for each turn. The key is: group, sample, index of the turn in its trajectory.
 
-    All tokens of a turn have the same pair. ``values`` has the critic's value before each turn. The estimator must not
-    read values inside a turn.
+    All tokens of a turn have the same pair. ``values`` maps the key of a turn to the critic's value before the turn.
+    The estimator must not read values inside a turn.
     """
     sequences, rewards = [], {}
     for group_id, trajectories in enumerate(groups):
@@ -89,7 +89,7 @@ def estimated(
 
 
 def place(groups: Sequence[Sequence[Trajectory]], sequence: TokenSequence, turn: int) -> int:
-    """Return the index of a turn in its trajectory. ``turn`` is its index in the group."""
+    """Return the index of a turn in its trajectory. ``turn`` is the turn's index in the group."""
     group_id, sample = sequence.trajectory
     return turn - sum(len(one.turns) - 1 for one in groups[group_id][:sample])
 
@@ -143,7 +143,7 @@ def test_a_turn_index_that_only_one_trajectory_reaches_has_the_previous_advantag
 def test_outcomes_are_compared_at_each_turn_index_that_two_trajectories_reach():
     """Compare trajectories of 3, 3, 5 and 4 turns that differ only in their outcomes, because all turn rewards are 0.
 
-    The first three turns exist in all trajectories. There, each turn has the advantage that GRPO gives its trajectory.
+    All trajectories have at least three turns. Each of these three turns has the GRPO advantage of its trajectory.
     """
     group = [chain([0.0] * count, outcome) for count, outcome in ((3, 1.0), (3, 0.0), (5, 0.0), (4, 2.0))]
     got = advantages(estimated([group], advantage="turn_grpo"))
@@ -186,7 +186,7 @@ def test_a_trajectory_with_several_turns_of_the_same_index_counts_once():
     forked = tree(0.0, {3: 3.0, 4: 1.0, 8: 2.0})
     group = [forked, chain([0.0, 5.0])]
     got = estimated([group], advantage="turn_grpo_no_std")
-    second = (2.0 + 5.0) / 2  # the mean of the first trajectory's turns is 2
+    second = (2.0 + 5.0) / 2  # the first trajectory's turns with this index have the mean 2
     assert [got[0, 0, turn][0] for turn in (3, 4, 8)] == pytest.approx([3 - second, 1 - second, 2 - second])
     assert got[0, 1, 3][0] == pytest.approx(5 - second)
     # Turns 1 and 6 are the first sampled turns of the first trajectory.
@@ -211,7 +211,7 @@ def test_truncated_trajectories_count_in_the_baseline_but_are_not_in_the_loss():
     assert [with_cut[0, 1, turn][0] for turn in (1, 3)] == [-0.5, -0.5]
     assert [with_cut[0, 0, turn][0] for turn in (1, 3)] == [0.0, 0.0]
     whitened = estimated([[*group, chain([3.0])]], values={(0, 0, 1): 7.0}, advantage="turn_gae", mask_truncated=True)
-    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # mean and deviation exclude the cut trajectory
+    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # the cut trajectory is not in the mean and the deviation
 
 
 def test_the_reward_of_a_turn_without_tokens_counts_for_the_turn_before_it():
@@ -299,9 +299,10 @@ def summary_of(group: Sequence[Trajectory]) -> GroupSummary:
     ],
 )
 def test_the_filter_of_equal_rewards_keeps_groups_whose_turns_have_other_rewards(group, drops):
-    """The first group of the table has two trajectories with the same sum of rewards.
+    """The two trajectories of the table's first group have the same sum of rewards.
 
-    But their second turns have different rewards, and the advantages 0.5 and -0.5. So the filter must keep the group.
+    But the second turns of these trajectories have different rewards, so the advantages are 0.5 and -0.5. So the filter
+    must keep the group.
     """
     assert (dropped_by(find_filters(["equal_rewards"]), summary_of(group)) == "equal_rewards") == drops
 
@@ -386,7 +387,7 @@ def compared(plain: dict[tuple[int, int], Plain], group: int, sample: int, turn:
 def test_whitening_gives_long_and_short_trajectories_the_same_weight():
     groups = [[chain([0.0] * 29 + [1.0], length=1)], [chain([3.0])]]
     got = advantages(estimated(groups, advantage="turn_gae", gamma=1.0))
-    assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # the mean counts trajectories: it is 2, not (30 + 3) / 31
+    assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # the mean over trajectories is 2; over turns: (30 + 3) / 31
     assert got[1] == pytest.approx([0.5**0.5])
 
 

@@ -156,7 +156,7 @@ def test_heads_that_cannot_be_split_are_refused():
 def test_kv_heads_are_repeated_as_little_as_possible(kv_heads, heads, sp, want):
     repeated = replicate_kv_heads(torch.arange(kv_heads), 0, heads, sp)
     assert len(repeated) == want
-    for rank in range(sp):  # query heads must find their key heads on the same rank
+    for rank in range(sp):  # each rank must have the key heads of its query heads
         keys = repeated.chunk(sp)[rank]
         queries = range(rank * heads // sp, (rank + 1) * heads // sp)
         read = keys.repeat_interleave(heads // sp // len(keys))

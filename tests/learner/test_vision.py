@@ -77,10 +77,10 @@ def make_sequences(model_path: str) -> list[TokenSequence]:
 
 
 def plain_log_probs(model: torch.nn.Module, model_path: str, sequence: TokenSequence) -> torch.Tensor:
-    """Return [tokens in the loss] log-probs from transformers' forward of one sequence.
+    """Return log-probs from transformers' forward of one sequence, one per token in the loss.
 
-    transformers treats every placeholder token as an image. So placeholders that the policy sampled are replaced by
-    another token, and a hook restores the embedding of the placeholder.
+    transformers treats every placeholder token as an image. So this function replaces placeholders that the policy
+    sampled by another token, and a hook restores their embeddings.
     """
     reader = ImageReader(model_path=model_path, max_pixels=4096)
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
@@ -150,11 +150,11 @@ def test_prompts_with_equal_tokens_are_shared_only_if_their_images_are_equal(seq
     one, other = (sequences[place].input_ids[:num_prompt].tolist() for place in (0, 3))
     assert one == other
     (batch,) = Packer(max_tokens=256, share_prompts=True).pack(sequences)
-    num_shared = num_prompt - 1  # each sequence also packs the last prompt token
+    num_shared = num_prompt - 1  # the last prompt token is not shared: each sequence has a copy
     num_own = sum(len(sequence.input_ids) - num_shared for sequence in sequences[:6])
     assert len(batch.input_ids) == 2 * num_shared + num_own + len(sequences[6].input_ids)
     assert batch.grids is not None
-    assert len(batch.grids) == 4  # two images of prompts, and two images of tools
+    assert len(batch.grids) == 4  # two images in prompts, and two images from tools
     assert batch.position_ids.shape == (3, len(batch.input_ids))
 
 
@@ -215,7 +215,7 @@ def test_the_image_columns_of_a_group_must_fit_its_image_grids(model_path: str) 
 
 
 def update_on_mesh(model_path: str, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, float], dict, list]]:
-    """Return for each mesh: the metrics of an update, the weights after the update, and the log-probs before it.
+    """Return a triple per mesh: the metrics of an update, the weights after it, and the log-probs before it.
 
     Each layer is an FSDP unit. Only the first data-parallel rank has images in all of its micro-batches.
     """

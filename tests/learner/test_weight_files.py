@@ -25,7 +25,7 @@ CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
 def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
     """Return the whole weights by name, and the number of bytes that this rank read."""
     fsdp.MIN_UNIT_NUMEL = 1
-    weight_files.BLOCK_BYTES = 300  # a block then has only a few rows
+    weight_files.BLOCK_BYTES = 300  # with this size, a block has only a few rows
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
     try:
@@ -50,7 +50,7 @@ def assert_equal(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> N
 
 
 def shard_files(model_path: str, num_bytes: str = "10KB") -> None:
-    """Write the weights again as several files with an index."""
+    """Replace the model's weight file by several files with an index."""
     model = AutoModelForCausalLM.from_pretrained(model_path)
     Path(model_path, "model.safetensors").unlink()
     model.save_pretrained(model_path, max_shard_size=num_bytes)
@@ -82,7 +82,7 @@ def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: P
     ],
 )
 def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, options: dict, tmp_path: Path) -> None:
-    """Four ranks load two experts. FSDP would pad them to four."""
+    """Four ranks load two experts. If FSDP sharded the experts, it would add two experts as padding."""
     path = save_tiny_model(tmp_path / "model", family, **options)
     shard_files(path)
     ranks = run_on_ranks(4, loaded_with_shards, path, 4)
@@ -99,7 +99,8 @@ def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, opt
 def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
     """Return three values: the whole weights, the sharded dimension by parameter, and facts about this rank's shards.
 
-    The facts by parameter are: values in the shard, values in total, and whether the shard is contiguous.
+    The facts about a parameter are: the number of values in the shard, the number of values in the whole parameter, and
+    whether the shard is contiguous.
     """
     trainer = Trainer(replace(CONFIG, num_ranks=num_ranks), model_path=model_path, total_updates=1)
     parameters = {name.removeprefix("pretrained."): each for name, each in trainer.head.named_parameters()}

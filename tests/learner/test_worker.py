@@ -170,7 +170,7 @@ def test_a_batch_with_a_group_outside_the_lag_bound_is_refused(directory, max_la
 
 
 class ForgetfulBuffer(ScriptedBuffer):
-    """A buffer without the groups in ``lost``. One call of `fetch` times out per entry of ``is_late``."""
+    """A buffer without the groups in ``lost``. Each entry of ``is_late`` makes one call of `fetch` time out."""
 
     lost: ClassVar[set[int]] = set()
     is_late: ClassVar[list[bool]] = []
@@ -187,7 +187,7 @@ class ForgetfulBuffer(ScriptedBuffer):
 def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
     """Make a step whose batch one rank cannot fetch, then a step on another batch.
 
-    Returns three values: the ids of the lost groups, and the norms of the weights before and after.
+    Returns three values: the ids of the lost groups, and the norms of the weights before and after the steps.
     """
     rank = int(os.environ["RANK"])
     ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {1, 2}, [True]
@@ -335,7 +335,7 @@ def test_rollout_mode_offloads_the_learner_and_trainer_mode_loads_it(directory):
 
 
 def slow_offload(directory: str) -> dict[str, float]:
-    """Let rank 1 offload slowly. Returns the times at which this rank offloaded and at which it offered the version."""
+    """Let rank 1 offload slowly. Returns when this rank had offloaded, and on rank 0 when it offered the version."""
     times: dict[str, float] = {}
 
     class Buffer(ScriptedBuffer):

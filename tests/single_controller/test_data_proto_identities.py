@@ -1,4 +1,4 @@
-"""Pairs of methods of DataProto that undo each other."""
+"""Pairs of methods of `DataProto`: the second method undoes the first one."""
 
 import numpy as np
 import torch

@@ -248,7 +248,7 @@ def test_a_worker_class_can_read_additional_environment_variables(monkeypatch):
 
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MY_RACK": "r7"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "")  # monkeypatch then also undoes the worker's change
+    monkeypatch.setenv("LOCAL_RANK", "")  # let monkeypatch also undo the value that the worker sets
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     worker = Described()

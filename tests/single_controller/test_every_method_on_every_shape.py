@@ -1,4 +1,4 @@
-"""Each method of DataProto on each kind of batch: with or without tensors, with or without arrays, and without rows."""
+"""Each method of DataProto on each kind of batch: with and without tensors, with and without arrays, without rows."""
 
 import copy
 import pickle

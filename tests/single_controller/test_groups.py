@@ -375,7 +375,7 @@ def test_a_future_can_be_the_argument_of_another_call(group):
 
 
 def test_one_call_can_have_a_future_and_a_stored_batch_as_arguments(group):
-    """Ray stores a batch for a mesh, or a large batch for all ranks. The group then sends a reference to this batch."""
+    """Ray stores a batch for a mesh, or a large batch for all ranks. The group sends only a reference to the batch."""
     later = group.add_rank_later(zeros())
     for output in (group.sum_on_mesh(zeros(), later), group.sum_on_mesh(second=zeros(), first=later)):
         assert output.batch["a"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -410,7 +410,7 @@ def test_a_chained_call_raises_the_exception_of_the_earlier_call(group):
 def test_the_error_of_a_late_call_names_the_group_and_the_late_ranks(group, tmp_path):
     with call_deadline(0.3), pytest.raises(DeadlineError, match="group 'adder' rank 0"):
         group.sleep(1.0)
-    group.sleep(0)  # this call returns when all ranks are idle again
+    group.sleep(0)  # returns when all ranks have finished the late call
     pending = group.wait_later(tmp_path / "go on", only_rank=2)
     ray.wait(list(pending), num_returns=3, timeout=60)
     with pytest.raises(DeadlineError, match=r"1 of 4 are late: .*rank 2"):

@@ -56,7 +56,7 @@ class Mortal(Probe):
 
     @register(Dispatch.ONE_TO_ALL)
     def reduce_rank(self):
-        import torch  # an import at the top would slow down all workers
+        import torch  # an import at the top of the file would slow down the start of all workers
 
         torch.distributed.init_process_group("gloo")
         total = torch.tensor([float(self.rank)])

@@ -1,4 +1,4 @@
-"""Union and concat of batches: the joined columns, which values must be equal, and the errors if they differ."""
+"""Union and concat of batches: the joined columns, and the errors if values that must be equal differ."""
 
 from collections import OrderedDict
 

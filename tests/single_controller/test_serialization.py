@@ -1,4 +1,4 @@
-"""A `DataProto` is sent between gloo ranks, its frames are written to a file, and tensors become plain tuples."""
+"""`DataProto` between gloo ranks, the frames of a `DataProto` in a file, and tensors as plain tuples."""
 
 import io
 

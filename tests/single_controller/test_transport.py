@@ -1,4 +1,4 @@
-"""A batch is pickled or saved to disk: which parts are shared or copied, and which errors are raised."""
+"""Batches that are pickled or saved to disk: which parts are shared or copied, and which errors are raised."""
 
 import copy
 import pickle

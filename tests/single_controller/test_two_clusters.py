@@ -1,4 +1,4 @@
-"""Ray is shut down and started again in one process, as users do in notebooks."""
+"""A process shuts Ray down and starts Ray again, as users do in notebooks."""
 
 import os
 import subprocess

@@ -181,7 +181,7 @@ def test_a_subclass_can_be_a_dataclass_with_an_additional_field():
     stamped = Stamped(batch=prompts().batch, step=7)
     assert (len(stamped), stamped.step, stamped.meta_info) == (3, 7, {})
     assert stamped[1:].batch["ids"].tolist() == [[3, 4], [5, 6]]
-    assert stamped[1:].step == 0  # as in verl, slices have the default values of such fields
+    assert stamped[1:].step == 0  # as in verl, a slice has the default values of a subclass's fields
     with pytest.raises(AssertionError, match="5"):
         Stamped(batch=prompts().batch, non_tensor_batch={"uid": np.arange(5)})
 
