@@ -191,8 +191,8 @@ class CheckpointConfig:
     """Options of the checkpoints: when a run saves them, where, and which one it continues.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints; 0 saves none. If not 0, the run also saves a checkpoint
-            after the last step.
+        every_steps: Learner steps between two checkpoints. If not 0, the run also saves a checkpoint after the last
+            step.
         at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. On several nodes, this
             needs ``every_steps`` or ``directory``.
         keep: Number of checkpoints to keep, the newest ones; -1 keeps all.
