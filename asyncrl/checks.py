@@ -460,7 +460,7 @@ def _check_autoscaling(config: RunConfig) -> None:
         )
     if num_nodes == 1:
         raise ValueError(
-            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: with 1 the run uses no new nodes"
+            "placement.num_nodes must be > 1 with placement.autoscale=true, got 1: the run would not use a new node"
         )
 
 
