@@ -87,7 +87,7 @@ def check_options(config: RunConfig) -> None:
 
 
 def options_by_source(config: RunConfig) -> dict[str, Mapping[str, object]]:
-    """Return the options that map data sources to values, as a dict by option name, without the options of ``data``."""
+    """Return the options that map data sources to values, except those of ``data``: a dict from name to value."""
     return {
         "rollout_fleet.rewards_by_source": config.rollout_fleet.rewards_by_source,
         "rollout_fleet.sampling_by_source": config.rollout_fleet.sampling_by_source,
@@ -201,7 +201,7 @@ def check_files(config: RunConfig) -> None:
 
 
 def _check_cache(config: RunConfig) -> None:
-    """Check that an engine's KV cache can hold the longest sequence. SGLang cuts or refuses longer sequences."""
+    """Check that an engine's KV cache can hold the longest sequence. Otherwise SGLang cuts or refuses the sequence."""
     fleet = config.rollout_fleet
     tokens, longest = fleet.sglang.max_total_tokens, longest_sequence(config) + fleet.num_reserved_positions
     if fleet.engine is EngineKind.sglang and 0 < tokens < longest:
@@ -318,7 +318,7 @@ def _check_layout(config: RunConfig, role: str, pool: str, size: int) -> None:
 
 
 def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:
-    """Check from the options alone that the longest sequence fits into a micro-batch of each role."""
+    """Check that the longest sequence fits into a micro-batch of each role. The check uses only the options."""
     environment, prompt = config.rollout_fleet.environment, config.data.max_prompt_tokens
     if not has_environment(config):
         _check_longest(
@@ -345,9 +345,9 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Return whether the loss, importance weight or masks of the policy need whole trajectories in a micro-batch.
+    """Return whether the policy's loss, importance weight or masks need each whole trajectory in one micro-batch.
 
-    The call imports torch, which takes seconds.
+    This function imports torch, which takes seconds.
     """
     from learner.losses import policy_objective
 

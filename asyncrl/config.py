@@ -28,7 +28,7 @@ LEARNER_POOL = "learner"
 """The pool (set of processes) of the trained policy. Other models use this pool by default."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Environment variables that make Ray show each process only its own GPUs. They replace the user's settings."""
+"""Environment variables that make Ray show each process only its own GPUs. They override the user's settings."""
 
 # A worker uses one thread, because more threads than cores slow every process down.
 # Ray must not kill the child processes of a worker, because these clean up and exit by themselves.
@@ -41,7 +41,7 @@ WORKER_ENV = {
 }
 """Environment variables of all workers (Ray processes) of a run."""
 _OWN_CLIENTS = 4
-"""Number of other processes that use the buffer, besides rollout workers and learner ranks. Example: the controller."""
+"""Number of processes, other than rollout workers and learner ranks, that use the buffer. Example: the controller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ class EvaluationConfig:
 
     Attributes:
         enabled: Whether to evaluate. Needs ``data.eval_files``.
-        every_steps: Learner steps between evaluations during training; 0 evaluates only before and after. An
-            evaluation is skipped while the previous one is running.
+        every_steps: Learner steps between evaluations during training; 0 evaluates only before and after training. An
+            evaluation is skipped if the previous evaluation is still running.
         share: Largest share of the engines, and of the samples in progress, that an evaluation uses during training.
             An evaluation uses at least one engine. These engines load no newer version until the evaluation ends.
-        num_samples: Number of samples per prompt at the training temperature, besides the greedy answer.
+        num_samples: Number of samples per prompt at the training temperature, in addition to the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
 
@@ -109,7 +109,8 @@ class WarmStartConfig:
             end-of-sequence token follows it.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row; empty if there is none.
-        tools_key: Column of the tools that the template renders, like ``data.tools_key``; empty if there is none.
+        tools_key: Column of the tools that the template renders, in the format of ``data.tools_key``; empty if there is
+            no such column.
         output_path: Directory of the fine-tuned policy: new, empty, or written earlier with the same settings. Default:
             ``<output_dir>/<experiment>/sft/<digest of the settings>``.
         batch_size: Sequences per optimizer update.
@@ -124,7 +125,8 @@ class WarmStartConfig:
         target_val_loss: Stop when the validation loss falls to this value, in nats per token. 0: no such stop.
         patience: Stop after this many evaluations without a better ``stop_metric``, and keep the best policy. 0
             switches this off, and keeps the final policy.
-        progress_timeout_s: Longest time in seconds between two lines of a warm start's log; each evaluation writes one.
+        progress_timeout_s: Longest time in seconds between two lines of a warm start's log. Each evaluation writes one
+            line.
     """
 
     enabled: bool = False
@@ -189,7 +191,8 @@ class CheckpointConfig:
     """Options of the checkpoints: when a run saves them, where, and which one it continues.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints. If not 0, the run also saves the last step.
+        every_steps: Learner steps between two checkpoints. If not 0, the run also saves a checkpoint after the last
+            step.
         at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. On several nodes, this
             needs ``every_steps`` or ``directory``.
         keep: Number of checkpoints to keep, the newest ones; -1 keeps all.
@@ -297,8 +300,8 @@ class PlacementConfig:
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
         """Divide ``num_processes`` over nodes, and return the number of processes on each node.
 
-        A node gets at most ``per_node`` processes; 0: one node gets all processes. Example: 5 processes with
-        ``per_node=2`` give 2, 2, 1.
+        A node gets at most ``per_node`` processes. If ``per_node`` is 0, one node gets all processes. Example: 5
+        processes with ``per_node=2`` give 2, 2, 1.
         """
         if not per_node:
             return [num_processes]
@@ -310,7 +313,7 @@ REMOVED_OPTIONS = {
     "ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out",
     "learner.keep_checkpoints": "its name is checkpoint.keep now",
 }
-"""Removed options, each with a text on what to do instead. asyncrl ignores them in the configuration of an old run."""
+"""Removed options, each with the reason and the remedy. asyncrl ignores them in the configuration of an old run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,8 +369,8 @@ class WeightsConfig:
             shared memory. With ``collective``, the engines of a host share one image. 1: all versions are full.
         adapters: With ``learner.lora``, publish the frozen weights once, and then only the adapters. Each engine
             applies the adapters. False publishes merged weights.
-        copy_to_memory: Each engine copies a version into its host's shared memory while it generates, then loads the
-            copy. Use this if ``directory`` is slow to read.
+        copy_to_memory: While an engine generates, its worker copies the next version into the host's shared memory.
+            Then the engine loads this copy. Use this option if ``directory`` is slow to read.
     """
 
     transport: Transport = Transport.auto
@@ -435,11 +438,12 @@ class RunConfig:
         record_trajectories: Write every trajectory that the learner trains on to ``trajectories/``, for inspection.
         save_timeout_s: After a signal that stops the training: seconds to finish the queued steps, and to write the
             checkpoint, the policy and the summary.
-        stop_timeout_s: Seconds in which all processes must stop. Then the run kills them.
+        stop_timeout_s: Seconds in which all processes must stop. After that, the run kills the remaining processes.
         dashboard: During training, serve the run's report as a web page at ``dashboard_address``.
         dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret token
             in the environment variable ``ASYNCRL_DASHBOARD_TOKEN``. Visitors must enter this token.
-        tracker: Trackers that receive the metrics besides the run's folder: ``wandb``, ``mlflow``, ``prometheus``.
+        tracker: Trackers that receive the metrics: ``wandb``, ``mlflow``, ``prometheus``. The run also writes the
+            metrics to its folder.
         prometheus_address: With the tracker ``prometheus``: the ``host:port`` at which the run serves ``/metrics``.
     """
 
@@ -479,7 +483,7 @@ class RunConfig:
 
     @property
     def publishes_to_memory(self) -> bool:
-        """Whether the learner publishes versions into shared memory if they fit, instead of a folder on a disk."""
+        """True if the learner publishes versions into shared memory, if they fit, and not into a folder on a disk."""
         return self.weights.transport is not Transport.file and self.learner.keep_snapshots != -1
 
     @property
@@ -529,7 +533,7 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
 def num_buffer_clients(config: RunConfig) -> int:
     """Return the maximum number of clients of one buffer server: engines, learner ranks and other processes."""
     sizes, roles = learner_pools(config), learner_roles(config)
-    num_ranks = sum(sizes[pool] for pool in roles.values())  # each process has one client per role
+    num_ranks = sum(sizes[pool] for pool in roles.values())  # a learner process has one client for each of its roles
     return config.rollout_fleet.most_engines + num_ranks + _OWN_CLIENTS
 
 
@@ -543,7 +547,7 @@ def num_images(config: RunConfig) -> int:
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
-    return 2 if is_stream else config.rollout_fleet.most_engines  # two copies: of the loaded and of the next version
+    return 2 if is_stream else config.rollout_fleet.most_engines  # 2: a copy of the loaded and of the next version
 
 
 def num_engine_hosts(config: RunConfig) -> int:
@@ -557,7 +561,7 @@ def num_engine_hosts(config: RunConfig) -> int:
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
-    """Return whether each host of rollout workers runs a store server, which holds the trajectories of that host."""
+    """Return whether each host with rollout workers runs a store server, which holds the trajectories of that host."""
     buffer = config.buffer
     if buffer.stores_on is StoresOn.auto:
         return config.placement.num_nodes > 1 and not buffer.num_store_servers
@@ -604,7 +608,7 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """Return a dict from pool name to number of processes. Pools without a role of the learner are left out."""
+    """Return a dict from pool name to number of processes, for the pools that this run uses for its learner roles."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
@@ -628,7 +632,7 @@ def has_environment(config: RunConfig) -> bool:
 
 
 def role_options(config: RunConfig, role: str) -> LearnerConfig:
-    """Return the learner options for one role, such as ``critic``: the role's own options replace the common ones.
+    """Return the learner options for one role, such as ``critic``. The role's own options override the common options.
 
     ``num_ranks`` of the result is the number of processes of the role's resource pool.
     """
@@ -658,9 +662,9 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def num_positions(config: RunConfig) -> float:
-    """Return the length, in tokens, of the longest sequence that the model can be trained on; infinite without a limit.
+    """Return the length, in tokens, of the longest sequence that the model can be trained on.
 
-    The limit is ``max_position_embeddings`` or `learner.rope.length_limit`, whichever is smaller.
+    It is the smaller of ``max_position_embeddings`` and `learner.rope.length_limit`; infinite if the model has neither.
     """
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), length_limit(settings)
@@ -670,15 +674,15 @@ def num_positions(config: RunConfig) -> float:
 def longest_rollout(config: RunConfig) -> float:
     """Return the largest number of tokens in a sequence of an engine: prompt and sampled tokens.
 
-    The length is `num_positions` minus the positions that the engine reserves.
+    This number is `num_positions` minus the positions that the engine reserves.
     """
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """Return an empty string, or the reason why `num_positions` is below ``max_position_embeddings``.
+    """Return the reason why `num_positions` is below ``max_position_embeddings``, as a text for error messages.
 
-    The reason is a text for error messages.
+    If it is not below, return an empty string.
     """
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), length_limit(settings)

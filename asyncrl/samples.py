@@ -50,7 +50,7 @@ def read_samples(files: Sequence[Path]) -> list[Sample]:
 
 
 class NewSamples:
-    """Reads the new training samples of a run."""
+    """Reads the training samples that a run has written since the previous call."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "samples"
@@ -74,7 +74,7 @@ def sample_line(sample: Sample) -> str:
 
 
 def shortened(text: str, num_characters: int) -> str:
-    """Return a text with ``…`` in place of its middle if the text has more than ``num_characters`` characters."""
+    """Return the text. If it has more than ``num_characters`` characters, replace its middle by ``…``."""
     half = num_characters // 2
     return text if len(text) <= num_characters else f"{text[:half]} … {text[-half:]}"
 

@@ -55,9 +55,9 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self, version: int) -> None:
-        """Publish the actor's weights as ``version``, and move model and optimizer to host memory.
+        """Publish the actor's weights as ``version``, and move the actor's model and optimizer to host memory.
 
-        Then the engines load and verify the published weights. A reference model publishes nothing.
+        After that, the engines load and verify the published weights. A reference model publishes nothing.
         """
         if self._publisher is None:
             return super().rollout_mode(version)
@@ -69,7 +69,7 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def trainer_mode(self) -> None:
-        """Free the engine's memory, and move model and optimizer back to the device, for training."""
+        """Free the engine's memory, and move the actor's model and optimizer back to the device, for training."""
         if self.engine is not None:
             self.on_engine(self.engine.release_memory())
         super().trainer_mode()

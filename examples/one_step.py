@@ -99,9 +99,9 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
 
 
 async def rollout(engine: Engine, lease: GrantedLease, prompt: Prompt, tokenizer: Any) -> TrajectoryGroup:
-    """Sample and score one prompt group; return the group with tokens and rewards.
+    """Sample and score one prompt group. Return the group with tokens and rewards.
 
-    ``lease`` is the right to generate the group. The reward of a response is the share of correct digits.
+    ``lease`` is the right to generate the group. The reward of a response is the fraction of correct digits.
     """
     requests = [
         SampleRequest(id=f"{lease.group_id}-{sample}", prompt_ids=prompt.prompt_ids, sampling=SAMPLING)

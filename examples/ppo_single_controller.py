@@ -5,8 +5,8 @@ critic. Each data-parallel rank has an SGLang server, which loads weights as in 
 
     python -m examples.ppo_single_controller total_steps=20
 
-Every argument is an option of ``asyncrl train``. Unlike ``asyncrl train``, this example does not overlap generation and
-training.
+Every argument is an option of ``asyncrl train``. Generation and training do not overlap, which they do in
+``asyncrl train``.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ class PPOTrainer:
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
     """Add the columns ``advantages`` and ``returns`` [B, R] to ``batch``, computed with GAE.
 
-    The reward of each token is its negative KL penalty. The last token of a response also gets the response's score.
+    The reward of each token is minus its KL penalty. The last token of a response also gets the score of the response.
     """
     columns, mask = batch.batch, batch.batch["response_mask"].bool()
     rewards = algorithm.kl_reward_coef * (columns["ref_log_prob"] - columns["old_log_probs"])

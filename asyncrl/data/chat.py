@@ -20,9 +20,9 @@ Message = Mapping[str, Any]
 def read_messages(
     rows: Rows, key: str, *, section: str = "data", system_prompt: str = "", has_images: bool = False
 ) -> list[tuple[Message, ...]]:
-    """Return the chat messages of each row, from the column ``key``. A ``system_prompt`` becomes the first message.
+    """Return the chat messages of each row, from the column ``key``. A ``system_prompt`` is added as the first message.
 
-    Each message has a role and a text as content. Only a message with tool calls may have no content. If
+    Each message has a role, and a text as its content. Only a message with tool calls may have no content. If
     ``has_images``, the content may also be a list of text and image parts. All other fields are kept for the chat
     template. ``section`` is the section of the options that an error message names: ``data`` or ``sft``.
 
@@ -71,7 +71,7 @@ def _message(item: Any, where: str, *, has_images: bool) -> Message:
 
 
 def _part(part: Any, where: str) -> Message:
-    """Return a content part as ``{type: text, text}`` or ``{type: image, image}``. The image is not read yet."""
+    """Return a content part as ``{type: text, text}`` or ``{type: image, image}``. Image files are not read here."""
     if is_image(part):
         return {"type": "image", "image": source_of(part)}
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -82,8 +82,8 @@ def _part(part: Any, where: str) -> Message:
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
     """Return copies of a row's messages, with an entry of ``images`` in place of each placeholder ``<image>``.
 
-    The entries are used in order. An entry is a path, bytes or base64 text. Image files are not read yet. ``where`` is
-    the name of the images in error messages.
+    The entries are used in order. An entry is a path, bytes or base64 text. Image files are not read here. ``where``
+    tells in error messages where the images are.
 
     Raises:
         ValueError: the number of placeholders is not the number of images.
@@ -116,7 +116,7 @@ def images_of(messages: Sequence[Message]) -> list[Any]:
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return copies of the messages for a chat template. ``{"type": "image"}`` replaces each image part."""
+    """Return copies of the messages for a chat template, with ``{"type": "image"}`` in place of each image part."""
     return [
         {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)
@@ -128,7 +128,7 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
     """Read the image files of messages. Return copies of the messages in OpenAI's format, with images as data URLs.
 
-    ``where`` is the name of the messages in error messages. Raises `ValueError` if an image is neither a file nor
+    ``where`` tells in error messages where the messages are. Raises `ValueError` if an image is neither a file nor
     base64 text.
     """
     return tuple(
@@ -201,7 +201,7 @@ def render_chat(
 
     Args:
         messages: Chat messages in OpenAI's format.
-        where: Name of the file, row and column in errors.
+        where: Tells in error messages where the messages are: file, row and column.
         tokenizer: The tokenizer.
         template_kwargs: Further arguments of the template.
         add_generation_prompt: Whether the text ends with the tokens that begin an answer.

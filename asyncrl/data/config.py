@@ -28,15 +28,16 @@ class DataConfig:
             ``chat_template`` is true.
         ground_truth_key: Column of the expected answer for the reward function, or empty.
         data_source_key: Column of the task's name for the reward function, or empty.
-        extra_keys: Names of further columns that the reward function gets. A row may lack a column or have null there.
+        extra_keys: Names of further columns that the reward function gets. A row may lack such a column, or have null
+            in it.
         chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row, or empty.
         tools_key: Column of the tools that the template renders: a list of JSON schemas {type: function, function:
             {name, description, parameters}}, or its JSON text; null for none. Empty if there is no such column.
         images_key: Column of the images of a row: a list of paths, file contents, base64 texts, or mappings {bytes,
-            path}. They replace the marks ``<image>`` in the texts of the messages, in order. Empty if there is no such
-            column.
+            path}. The images replace the marks ``<image>`` in the texts of the messages, in order. Empty if there is no
+            such column.
         environment_key: Column of the row's environment; null means the environment of the run. Empty if there is no
             such column.
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
@@ -84,8 +85,8 @@ class DataConfig:
         check_prompt_format("data", self)
         if self.images_key and not self.chat_template:
             raise ValueError(
-                f"data.images_key is {self.images_key!r} but data.chat_template is false; images are parts of "
-                "messages: set data.chat_template=true"
+                f"data.images_key is {self.images_key!r} but data.chat_template is false; images must be parts of "
+                "messages, so set data.chat_template=true"
             )
         keys = ("prompt_key", "ground_truth_key", "data_source_key", "environment_key", "environment_options_key")
         for name in (*keys, "images_key"):
@@ -131,7 +132,7 @@ class DataConfig:
 def check_prompt_format(section: str, options: Any) -> None:
     """Check the prompt column and the chat template's options of one section of the configuration.
 
-    ``section`` is the section's name in errors. ``options`` has the section's options as attributes.
+    ``section`` is the name of this section. ``options`` is an object with the section's options as attributes.
 
     Raises:
         ValueError: ``prompt_key`` is empty, or options contradict each other.
@@ -153,9 +154,9 @@ def check_prompt_format(section: str, options: Any) -> None:
 
 
 def check_key(option: str, key: str) -> None:
-    """Check that ``key`` is written like a column name, such as ``a`` or ``a.b``. An empty ``key`` is allowed too.
+    """Check that ``key`` has the form of a column name, such as ``a`` or ``a.b``. An empty ``key`` is allowed, too.
 
-    Raises `ValueError`, which names ``option``, if a part between dots is empty.
+    Raises `ValueError` if a part between dots is empty. The error names ``option``.
     """
     if key and not all(key.split(".")):
         raise ValueError(

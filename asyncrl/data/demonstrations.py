@@ -21,7 +21,7 @@ class Demonstration:
         token_ids: [T] int32.
         learned: [T] bool, True for each token in the loss: the tokens of the assistant, including the end token of an
             answer. The first token of the example is never in the loss.
-        where: Name of the example's row for error messages.
+        where: File and row of the example, for error messages.
     """
 
     token_ids: np.ndarray
@@ -31,7 +31,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """Says how to read an example from a row. The fields are options of `asyncrl.config.WarmStartConfig`."""
+    """The options that define how an example is read from a row. `asyncrl.config.WarmStartConfig` explains them."""
 
     prompt_key: str
     response_key: str
@@ -45,9 +45,9 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     """Read parquet or jsonl files, and tokenize each row as an example for supervised fine-tuning.
 
     A plain row becomes prompt, response and end-of-sequence token. The loss includes the response and the
-    end-of-sequence token. A conversation is rendered before and after each assistant message. The loss includes the
-    text that the message adds. Text in the loss and other text are tokenized separately, because generation does the
-    same. ``tokenizer`` is the policy's Hugging Face tokenizer.
+    end-of-sequence token. A conversation is rendered without and with each assistant message. The loss includes the
+    text that the message adds. This text and the other text are tokenized separately, as in generation. ``tokenizer``
+    is the policy's Hugging Face tokenizer.
 
     Raises:
         ValueError: a file, row or column does not match ``form``.
@@ -56,8 +56,8 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
         check_template("sft", tokenizer)
     if not form.chat_template and tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, which ends a plain response; "
-            "set eos_token in its tokenizer_config.json"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no end-of-sequence token, but each plain response must "
+            "end with this token; set eos_token in its tokenizer_config.json"
         )
     keys = [key for key in (form.prompt_key, form.response_key, form.tools_key) if key]
     demonstrations: list[Demonstration] = []
@@ -84,7 +84,7 @@ def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
     learned[:1] = False  # exclude the first token, because the model cannot predict it
     if not learned.any():
-        raise ValueError(f"{where}: must have a token to learn after the first token, got none; remove the row")
+        raise ValueError(f"{where}: a token after the first one must be in the loss, got none; remove the row")
     return Demonstration(token_ids=token_ids, learned=learned, where=where)
 
 
@@ -110,7 +110,8 @@ def _stretches(
 ) -> list[tuple[str, bool]]:
     """Render a conversation up to its last assistant message.
 
-    Returns a list of (text, is_learned). The text of each assistant message is learned; the text between is not.
+    Returns a list of pairs (text, is_learned). is_learned is True for the texts of assistant messages. It is False for
+    the text before and between them.
     """
     kwargs = dict(form.chat_template_kwargs)
     done, stretches = "", []

@@ -54,7 +54,7 @@ class PromptStream:
         """Read and tokenize the training files.
 
         If ``has_environment``, all prompts have messages. ``images`` reads image files; it is None for a text model.
-        An image file is read twice: once here, to count tokens, and once when the stream returns the prompt.
+        An image file is read twice: in this call, to count its tokens, and when the stream returns its prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``.
@@ -105,7 +105,7 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, and advance the stream. ``count`` must be >= 0.
 
-        Prompts that `repeat_unfinished` repeats come first. These prompts do not advance the stream.
+        After a call of `repeat_unfinished`, the repeated prompts come first. They do not advance the stream.
         """
         again, self._again = self._again[:count], self._again[count:]
         start, self._position = self._position, self._position + count - len(again)
@@ -114,9 +114,10 @@ class PromptStream:
         return self.at([*again, *range(start, self._position)])
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Let `take` first return again the earlier prompts that are not in ``finished``, and then new prompts.
+        """Make `take` return the unfinished prompts again, before it returns new prompts.
 
-        ``finished`` has sorted ranges [start, end) of group ids. The buffer skips prompts that it already has.
+        Unfinished prompts are all earlier prompts that are not in ``finished``, a list of sorted ranges [start, end) of
+        group ids. The buffer skips prompts that it already has.
         """
         self._again, start = [], 0
         for first, end in [*finished, (self._position, self._position)]:
@@ -124,9 +125,10 @@ class PromptStream:
             start = end
 
     def first(self) -> Prompt:
-        """Return one prompt without advancing the stream: the first prompt of the first pass over the data.
+        """Return one prompt without advancing the stream.
 
-        If a sampler chooses the prompts, return the prompt that the sampler would choose next.
+        Without a sampler, it is the first prompt of the first pass over the data. With a sampler, it is the prompt that
+        the sampler would choose next.
         """
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
@@ -134,7 +136,7 @@ class PromptStream:
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts at ``positions``, which are also the prompts' group ids. The stream does not advance.
 
-        If a sampler chooses the prompts, `take` must have returned these prompts before.
+        If a sampler chooses the prompts, `take` must already have returned these prompts.
         """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 
@@ -264,7 +266,7 @@ def load_eval_prompts(
 
 
 def _loaded(prompt: Prompt, group_id: int) -> Prompt:
-    """Set the group id of a prompt, and read its images."""
+    """Return a copy of a prompt with the group id ``group_id`` and with its images read."""
     return replace(prompt, group_id=group_id, messages=with_loaded_images(prompt.messages, f"prompt group {group_id}"))
 
 
@@ -286,7 +288,7 @@ class _PromptReader:
         self._images = images
 
     def read(self, paths: Sequence[str]) -> tuple[list[Prompt], list[list[str]], int]:
-        """Read files. Return a triple: the prompts, [path, digest] of each file, and the number of skipped prompts."""
+        """Read files. Return a triple: the prompts, [path, digest] per file, and the number of too long prompts."""
         prompts: list[Prompt] = []
         files: list[list[str]] = []
         num_filtered = 0
@@ -383,7 +385,7 @@ class _PromptReader:
         where = self._place(rows, row)
         if not len(ids):
             shown = rows.column(self._config.prompt_key)[row]
-            raise ValueError(f"{where} is {shown!r}, which has no tokens, expected at least one; remove the row")
+            raise ValueError(f"{where} is {shown!r}, which has no tokens, expected at least one token; remove the row")
         if (images := self._images) is not None:
             places = [(f"{where}, image {place}", source) for place, source in enumerate(images_of(messages))]
             counts = [images.num_tokens(content_of(source, at, from_files=True), at) for at, source in places]
@@ -396,7 +398,7 @@ class _PromptReader:
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
     """Read a column of strings. If ``key`` is empty, all strings are empty. If ``may_be_null``, null becomes "".
 
-    ``expected`` is the description of a valid value for the error message.
+    ``expected`` describes a valid value in the error message.
     """
     if not key:
         return [""] * len(rows)

@@ -43,7 +43,7 @@ class Rows:
         return len(self.values)
 
     def where(self, index: int) -> str:
-        """Return a name of the row at ``index`` for an error message. Example: ``train.jsonl, line 3``."""
+        """Return the file and the number of the row at ``index``, for an error message, as ``train.jsonl, line 3``."""
         return f"{self.path}, {self.unit} {self.numbers[index]}"
 
     def column(self, key: str) -> list[Any]:
@@ -57,7 +57,7 @@ class Rows:
         return [self._value(index, key) for index in range(len(self))]
 
     def serializable_column(self, key: str) -> list[Any]:
-        """Return one value per row, like `column`, after a check that msgpack can encode all values.
+        """Return the same values as `column`, after a check that msgpack can encode them.
 
         Raises:
             ValueError: a value is missing or null, or msgpack cannot encode a value, such as a date.
@@ -69,7 +69,7 @@ class Rows:
         return self._serializable(key, values)
 
     def optional_column(self, key: str) -> list[Any]:
-        """Return one value per row, like `serializable_column`, but None for rows without a value."""
+        """Return the same values as `serializable_column`, but with None for rows without a value."""
         return self._serializable(key, [self._value(index, key, is_optional=True) for index in range(len(self))])
 
     def _serializable(self, key: str, values: list[Any]) -> list[Any]:
@@ -82,7 +82,7 @@ class Rows:
         return values
 
     def structures(self, key: str, *, is_json: bool = False) -> list[Any]:
-        """Return one value per row of a column of lists and mappings, after a check that msgpack can encode all values.
+        """Return the values of a column of lists and mappings, one per row. Checks that msgpack can encode all values.
 
         Parquet stores null for a missing field of a mapping. Therefore the method removes null fields from mappings of
         parquet files. If ``is_json``, the method decodes strings as JSON and keeps null fields in the decoded values.

@@ -38,8 +38,9 @@ class Sampler(Protocol):
     def note(self, row: int, group: GroupSummary) -> None:
         """Receive the result of a prompt: ``group`` has the rewards of all samples of the prompt.
 
-        ``row`` is the index of the prompt's row. Results of groups that a filter dropped arrive too. A result can be
-        lost if the buffer server restarts. A result arrives again if workers generate the group again.
+        ``row`` is the index of the prompt's row. The prompt stream also calls this method for groups that a filter
+        dropped. If the buffer server restarts, a result can be lost. If workers generate a group a second time, its
+        result arrives a second time.
         """
         ...
 
@@ -60,7 +61,7 @@ SAMPLERS: Registry[Any] = Registry("data.sampler")
 class WeightedSampler:
     """Takes rows from the data sources in proportion to the weights of the sources.
 
-    Each source has its own epochs, that is, passes over its rows. If ``shuffle``, each epoch has a new order.
+    An epoch is one pass over the rows of one source. If ``shuffle``, each epoch has a new order.
     """
 
     def __init__(self, sources: Sequence[str], *, seed: int, shuffle: bool, weights: Mapping[str, float]) -> None:
@@ -74,16 +75,17 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """Return the index of the row that becomes the next prompt. `_next_source` chooses its data source."""
+        """Return the index of the row that becomes the next prompt. `_next_source` chooses the source of this row."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
         """Do nothing: this sampler does not use rewards."""
 
     def _next_source(self) -> str:
-        """Choose a data source. Prompts are shared among the sources in proportion to the weights of the sources.
+        """Choose the data source of the next prompt, so that the numbers of prompts are in proportion to the weights.
 
-        Choose the source with the smallest (chosen prompts + 1) / weight. In a tie, choose the first such source.
+        Choose the source with the smallest (number of its prompts so far + 1) / weight. In a tie, choose the first such
+        source.
         """
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
@@ -102,7 +104,7 @@ class WeightedSampler:
         return np.random.default_rng([self._seed, epoch, *source.encode()]).permutation(number).tolist()
 
     def state(self) -> dict[str, Any]:
-        """Return how many rows were taken from each data source, as JSON values."""
+        """Return how many rows the sampler has taken from each data source, as JSON values."""
         return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -114,17 +116,17 @@ class WeightedSampler:
 class DifficultySampler(WeightedSampler):
     """Prefers prompts that the policy solves at a rate near ``target``. A lower target prefers harder prompts.
 
-    A data source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
-    updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group
-    is finished. A fraction ``explore`` of the prompts comes from all rows of the source in order. While the pool is
-    empty, all prompts come from these rows.
+    A data source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. When a group is
+    finished, the sampler updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves
+    the pool until its group is finished. A fraction ``explore`` of the prompts comes from all rows of the source in
+    order. While the pool is empty, all prompts come from all rows in order.
 
     Args:
-        target: Preferred success rate, in [0, 1]. Rows near 0.5 teach most.
+        target: Preferred success rate, in [0, 1]. The policy learns most from rows near 0.5.
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
         explore: Fraction of the prompts that come from all rows in order, in (0, 1].
         success: Smallest reward with which a trajectory counts as a success.
-        memory: Weight of the old estimate when a result updates the success rate of a row, in [0, 1).
+        memory: Weight of the old estimate of a success rate when a new result changes this estimate, in [0, 1).
     """
 
     def __init__(

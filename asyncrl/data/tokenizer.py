@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
         ...
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Return the id of each token text, including added tokens."""
+        """Return a mapping from the text of each token to its id, including added tokens."""
         ...
 
 
@@ -77,6 +77,6 @@ class _FastTokenizer:
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         raise ValueError(
-            f"{self.name_or_path}: the tokenizer has no chat template, which is needed to render the conversation "
+            f"{self.name_or_path}: the tokenizer has no chat template, so it cannot render the conversation "
             f"{conversation!r} with the options {kwargs}"
         )

@@ -118,7 +118,7 @@ async def _update(
     """Update the policy until ``sft.max_steps`` or an early stop. Return the evaluation of the chosen policy.
 
     The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes the chosen
-    policy to ``kept``. All ranks must call this function.
+    policy to the folder ``kept``. All ranks must call this function.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
@@ -150,7 +150,7 @@ def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
     """Return True if fine-tuning must end now. The last item of ``history`` is the newest evaluation.
 
     Fine-tuning ends if the newest evaluation reaches ``sft.target_accuracy`` or ``sft.target_val_loss``. It also ends
-    if ``sft.patience`` evaluations followed the best one. A patience of 0 means no limit.
+    if there were ``sft.patience`` evaluations after the best evaluation. A patience of 0 means no limit.
     """
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
@@ -217,8 +217,8 @@ def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenS
 def _learner_config(config: RunConfig) -> LearnerConfig:
     """Return the learner's options for fine-tuning.
 
-    The optimizer options come from ``sft``. The number of ranks comes from ``WORLD_SIZE``. If the device is ``auto``,
-    ranks use GPUs if each rank of this node has one.
+    The optimizer options come from ``sft``, and the number of ranks from ``WORLD_SIZE``. If the device is ``auto``, it
+    becomes ``cuda`` if this node has a GPU for each of its ranks, else ``cpu``.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
@@ -250,7 +250,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Yield this rank's sequences of one batch after another, without an end.
+    """Yield the sequences of this rank for each batch. The generator never ends.
 
     Each pass over ``sequences`` has a new order, which ``seed`` determines.
     """
@@ -295,8 +295,8 @@ class GreedyAccuracy:
     async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Return the mean reward of greedy answers to the held-out prompts.
 
-        All ranks must call this method, and get the same result. ``step`` is the number of updates so far, and also
-        the policy version.
+        All ranks must call this method. All get the same result. ``step`` is the number of updates so far, which is
+        used as the policy version.
         """
         if self._publisher is None:
             directory = _first_of([self._directory.name], trainer.mesh)
@@ -314,5 +314,5 @@ class GreedyAccuracy:
 
 
 def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
-    """Return the first value of rank 0's list, on all ranks. All ranks must call this function."""
+    """Return, on each rank, the first value of the list that rank 0 passed. All ranks must call this function."""
     return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

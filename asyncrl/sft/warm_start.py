@@ -1,4 +1,6 @@
-"""The warm start: fine-tunes the initial policy of a run, or reuses a policy from an earlier run with equal settings.
+"""The warm start: fine-tunes the initial policy of a run, or reuses the policy of an earlier warm start.
+
+A policy is reused only if it was made with equal settings.
 
 The warm start is an ``asyncrl sft`` process. On the CPU, the process starts at once, in parallel with the start of the
 run. On a GPU, it starts after Ray has reserved a GPU.
@@ -59,7 +61,7 @@ def needs_fine_tuning(config: RunConfig) -> bool:
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """Return the content of `RESULT` if a policy with the settings of ``config`` exists; otherwise None.
+    """Return the content of `RESULT` if a policy that was made with the settings of ``config`` exists; otherwise None.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy that was made with other settings.
@@ -80,8 +82,8 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
     """Create the folder of the fine-tuned policy atomically, and return it.
 
-    ``write_policy`` gets a path, and must make a folder with the policy at this path. The file `RESULT` gets ``result``
-    and the digest of the settings. Raises the errors of `finished_warm_start`.
+    ``write_policy`` gets a path, and must make a folder with the policy at this path. The function writes ``result``
+    and the digest of the settings into the file `RESULT`. Raises the errors of `finished_warm_start`.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +158,7 @@ class WarmStart:
 
     @property
     def is_done(self) -> bool:
-        """True if the warm start has ended. `policy` then returns or raises without waiting."""
+        """True if the warm start has ended. If True, `policy` does not wait."""
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
@@ -205,7 +207,7 @@ async def warm_start(
         return policy
     if (known := finished_warm_start(config)) is None:
         async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
-            known = finished_warm_start(config)  # check again: another run may have made the policy in the meantime
+            known = finished_warm_start(config)  # another run may have made the policy before this run got the lock
             if known is None:
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 scratch = log_path.with_name("sft-scratch")
@@ -221,7 +223,7 @@ async def warm_start(
                 try:
                     await _relay(process, config, log_path, say, report_progress)
                 finally:
-                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process does not remove its temporary files
+                    shutil.rmtree(scratch, ignore_errors=True)  # the process leaves its files here if it is killed
                 return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
@@ -232,7 +234,7 @@ async def warm_start(
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
     """Lock the policy's path, so that only one run at a time makes the policy. Yields a function that reports progress.
 
-    Each report sets the modification time of the lock file. A waiting run reads this time.
+    Each report of progress sets the modification time of the lock file. Runs that wait for the lock read this time.
 
     Raises:
         DeadlineError: the run with the lock reported no progress for ``timeout_s`` seconds.

@@ -48,7 +48,7 @@ class Nim:
             left -= int(number[1])
             winner, player = player, 1 - player
             said = f"The other player took {number[1]}. {left} stones are left."
-            # Before the second player's first turn, the last message has the rules. Add the first move to this message.
+            # Before the second player's first turn, the last message has only the rules. Add the first move to it.
             if conversations[player][-1]["role"] == "user":
                 said = f"{conversations[player].pop()['content']} {said}"
             conversations[player].append({"role": "user", "content": said})
