@@ -220,7 +220,7 @@ def test_the_audit_refuses_a_missing_or_damaged_configuration_and_names_it(run, 
     assert main([str(run)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {run}/config.yaml must hold the options of the run as YAML")
-    assert error.endswith("; restore it from a copy\n")
+    assert error.endswith("; restore the file from a copy\n")
     assert error.count("\n") == 1
 
 
