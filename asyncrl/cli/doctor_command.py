@@ -124,10 +124,9 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Check whether this machine can run code that the policy writes in a sandbox.
+    """Check whether this machine has a sandbox. Rewards and tools need a sandbox to run code of the policy.
 
-    Only rewards and tools that run code need a sandbox. If there is no sandbox, the result is ``skipped``, not
-    ``failed``.
+    If there is no sandbox, the result is ``skipped``, not ``failed``.
     """
     try:
         kind = asyncio.run(Sandbox().start())

@@ -157,9 +157,9 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 
 
 def overview(folder: Path) -> str:
-    """Return a table of the runs below ``folder``, as text. The columns are the varied options, results and folder.
+    """Return a table of the runs below ``folder``, as text. An unfinished run has dashes as results.
 
-    The results of an unfinished run are dashes.
+    The columns are the options that differ between the runs, the results, and the folder.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]

@@ -198,9 +198,9 @@ def check_heads(config: RunConfig) -> None:
 
 
 def check_vision(config: RunConfig) -> None:
-    """Check that the options fit the model: some options need, or do not support, a model that takes images.
+    """Check the options that need a model with images, and the options that do not support such a model.
 
-    Raises `ValueError` if not.
+    Raises `ValueError` if an option does not fit the model.
     """
     if not is_vision_model(config.model.path):
         if config.learner.freeze_vision:
@@ -310,7 +310,7 @@ def check_own_functions(config: RunConfig) -> None:
 async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     """Check the reward function: score one response to a prompt.
 
-    If the prompt's ground truth is a string, it is the response. Otherwise, the response is an empty text.
+    If the prompt's ground truth is a string, this string is the response. Otherwise, the response is an empty text.
 
     Raises:
         ValueError: the reward function failed, or its process could not start.

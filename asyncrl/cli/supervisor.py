@@ -1,4 +1,4 @@
-"""The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and ends all its processes.
+"""The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and ends remaining processes.
 
 If the run's main process is killed, it cannot end its own child processes. This also happens if a Ray daemon dies,
 because Ray then ends the main process at once. Therefore the main process is a child of the supervisor. The supervisor

@@ -1,7 +1,7 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM stops the run: it writes its policy, and ends its processes. A second signal kills all processes at
-once.
+Ctrl-C or SIGTERM stops the run: the run writes its policy, and ends its processes. A second signal kills all processes
+at once.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class ImageReader:
         return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
 
     def num_tokens(self, content: bytes | Path, where: str) -> int:
-        """Return the number of placeholder tokens that an image needs in a prompt. Reads only the header of its file.
+        """Return the number of placeholder tokens that an image needs in a prompt. Reads only the file's header.
 
         ``content`` is the file's bytes or path. ``where`` names the image in error messages. Raises `ValueError` if
         Pillow cannot read the header, or the image is too large or too narrow.

@@ -151,7 +151,7 @@ class WeightLog(Protocol):
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """The calls that a learner rank makes to the replay buffer. `buffer.role_clients.SyncBufferClient` has them."""
+    """The interface of the replay buffer for learner ranks. `buffer.role_clients.SyncBufferClient` implements it."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return prompt groups of a planned batch, in the order of ``group_ids``.
@@ -166,7 +166,7 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """The calls that the controller (the run's main process) makes to the buffer. `buffer.ControlClient` has them."""
+    """The interface of the buffer for the controller (the run's main process). `buffer.ControlClient` implements it."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full.
@@ -379,7 +379,7 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """The calls that the controller makes to the rollout fleet. None is needed for engines to load new weights."""
+    """The interface of the rollout fleet for the controller. Engines load new weights without the controller."""
 
     def engines(self) -> Sequence[str]:
         """Return the names of the current engines. Example: ``"0"``."""

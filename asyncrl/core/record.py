@@ -136,7 +136,7 @@ class LevelName(StrEnum):
     settling = "settling"  # number of samples whose group the worker scores, stores or releases
     tool = "tool"  # number of episodes that wait for a tool
     environment = "environment"  # number of episodes that wait for their environment while no tool runs
-    parked = "parked"  # number of unfinished turns without a request, while their group waits for weights or leaves
+    parked = "parked"  # number of turns without a request, because their group waits for weights or leaves the worker
     asking = "asking"  # 1 while the worker waits for permission to generate further groups, else 0
     version = "version"  # policy version of the engine; on the timeline's row ``buffer``, policy version of the learner
     # The timeline's row ``buffer`` shows these counts. They are numbers of groups, except ``full`` and ``bytes``.

@@ -196,7 +196,7 @@ def raised_in_worker(error: BaseException) -> BaseException:
 
 
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
-    """Return the exception for a worker's death. The message has the worker, the reason and the end of its log."""
+    """Return the exception for a worker's death. The message has the reason and the end of the worker's log."""
     return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")
 
 
@@ -276,7 +276,7 @@ def on_own_thread(work: Callable[[], T]) -> Future[T]:
             return
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - the future passes the error on
+        except Exception as error:  # noqa: BLE001 - the task that awaits the future gets the error
             future.set_exception(error)
 
     threading.Thread(target=run, name="abandonable", daemon=True).start()

@@ -110,7 +110,7 @@ def _pid_of(path: Path) -> int:
 
 
 def _is_written_by(path: Path, pid: int) -> bool:
-    """Return whether the process ``pid`` has the file open. If not, the process may have ended, or the id is reused."""
+    """Return whether the process ``pid`` has the file open. If not, another process may have this id now."""
     with suppress(OSError):
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     return False

@@ -19,7 +19,7 @@ from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage,
 from asyncrl.core.receipts import DIGEST_BITS, token_digest
 from asyncrl.core.types import FinishReason, GroupSummary
 
-SHARED = -1  # trajectory index of the prompt's turn, because this turn belongs to all trajectories of the group
+SHARED = -1  # trajectory index of the prompt's turn, which belongs to all trajectories of the group
 ROOT = -1  # parent index of a turn that is the root of a tree
 UNVERSIONED = -1  # version of a token that the policy did not sample
 

@@ -92,7 +92,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # a step that is planned again replaces the older plans of this step and of later steps
+            case Act.planned:  # forget the older plans of this step and of later steps
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:

@@ -357,7 +357,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 actor=self._learner.step(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.step_critic(plan),  # after the publish, so that the publish need not wait for it
+                critic=self._learner.step_critic(plan),  # queue this step after the publish, which is more urgent
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)

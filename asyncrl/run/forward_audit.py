@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A sample of `learner.trajectory_log`. ``step`` of the process ``life`` has trained on the sample."""
+    """A sample of `learner.trajectory_log`. The process ``life`` trained on the sample in learner step ``step``."""
 
     life: Life
     step: int

@@ -196,7 +196,7 @@ class _HostStore:
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Kill the store's actor, and tell the buffer that the store is lost. The fleet generates its groups again."""
+        """Kill the actor of the lost store, so that the fleet generates the store's groups again."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:

@@ -174,9 +174,8 @@ class Checkpointer:
     async def requested(self) -> Path:
         """Save a checkpoint with the next learner step. Wait until the save is complete, and return the folder.
 
-        The call may return later than the save is complete, but not later than the next commit of a step. Raises
-        `CheckpointError` if the run is on several nodes and the options do not say that all nodes share the folder of
-        checkpoints.
+        After the save is complete, the call may still wait until the next step is committed. Raises `CheckpointError`
+        if the run is on several nodes and the options do not say that all nodes share the folder of checkpoints.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -218,7 +217,7 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``. Call this directly after the update that makes this version is queued.
+        """Queue a checkpoint of ``version``. Call this directly after you have queued the update for this version.
 
         Await the result to get the checkpoint's folder. If ``wait`` is true, the await ends only after the buffer has
         written its part.
@@ -263,7 +262,7 @@ class Checkpointer:
     def newest(self, folder: Path) -> Resumed | None:
         """Return the newest complete checkpoint in ``folder`` that this process has saved, or None.
 
-        The method checks this, because other runs may save checkpoints into the same folder.
+        The method leaves out checkpoints of other runs, which may save into the same folder.
         """
         for path in reversed(whole_checkpoints(folder)):
             if (state := self._queued.get(int(path.name[1:]))) is None:

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """The work of one ``asyncrl train`` process, which has its own folder. It starts or continues a run."""
+    """One ``asyncrl train`` process, which starts or continues a run. The process has its own folder."""
 
     def __init__(
         self,
@@ -125,13 +125,13 @@ class Run:
                 summary = await unless(work, watchers, on_death=partial(setattr, self, "_part_died", True))
             except BaseException as fault:
                 self._on_fault(fault)
-                await self._warming.stop()  # stop the warm start first, because it would slow down the stop of the rest
+                await self._warming.stop()  # stop the warm start first, because it would make the other stops slower
                 raise
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)
 
     def buffer_options(self) -> BufferConfig:
-        """Return the buffer's options. A buffer that binds a port gets access keys. Others get private Unix sockets."""
+        """Return the buffer's options. With a port, they include access keys; without a port, Unix sockets."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if options.host:

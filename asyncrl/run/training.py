@@ -171,7 +171,7 @@ class Training:
             await self._save_policy()
 
     async def tell_late_steps(self) -> None:
-        """If no step finishes for `LATE_S` seconds, say what the run waits for. Say it again after twice this time."""
+        """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat this after twice that time."""
         loop = asyncio.get_running_loop()
         self._stepped_s, due_s = loop.time(), LATE_S
         while True:
