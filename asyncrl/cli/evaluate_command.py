@@ -175,8 +175,8 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     """Evaluate the model ``model.path`` on the held-out prompts, with one engine. Returns the result.
 
-    ``version`` is the policy version of the model's weights. This number is only stored in the result. Logs and samples are
-    written to ``folder``.
+    ``version`` is the policy version of the model's weights. This number is only stored in the result. Logs and samples
+    are written to ``folder``.
 
     Raises:
         ValueError: an option or a file is wrong. The message names the option or the file.
