@@ -38,7 +38,7 @@ class Letters:
 
 def test_the_state_of_a_run_survives_json():
     assert RunState.from_dict(json.loads(json.dumps(STATE.to_dict()))) == STATE
-    with pytest.raises(ValueError, match="not by a run"):
+    with pytest.raises(ValueError, match="not the checkpoint of a run"):
         RunState.from_dict({})
     with pytest.raises(ValueError, match="another version of asyncrl saved this checkpoint"):
         RunState.from_dict({**STATE.to_dict(), "finished": [[0, 5]], "tokens_trained": 60})
