@@ -41,7 +41,7 @@ def command_line() -> NoReturn:
     """Run the ``asyncrl`` command of this process, and end the process with the exit status of `main`.
 
     After a training, this function skips Python's normal exit, because that exit may wait forever for threads of
-    libraries. The supervisor (the training's parent process) has already ended all processes and written all files.
+    libraries. At this time, all other processes of the training have ended, and all files are written.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
@@ -69,17 +69,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: unknown command {name!r}, expected one of {', '.join(_COMMANDS)}\n")
         return 2
     if os.environ.get("COLUMNS") == "0":
-        del os.environ["COLUMNS"]  # with a width of 0, rich would print nothing
-    # No command needs torchvision's image codecs, so hide the warning about them, also in child processes.
+        del os.environ["COLUMNS"]  # with 0 columns, the library rich would print nothing
+    # Hide torchvision's warning about missing image codecs, also in child processes: no command needs the codecs.
     message = "Failed to load image Python extension"
     warnings.filterwarnings("ignore", message=message)
     former = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [former, f"ignore:{message}:UserWarning"]))
-    sys.argv = [f"asyncrl {name}", *rest]  # argparse shows the first entry in usage and error messages
+    sys.argv = [f"asyncrl {name}", *rest]  # argparse shows `sys.argv[0]` in usage and error messages
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    # Restore the signal handlers, except for `asyncrl train`: its function `supervise` sets new handlers later.
+    # Restore the signal handlers, but not in `asyncrl train`, which later sets new handlers (`supervise`).
     if name != "train":
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -92,6 +92,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """End this process because of the signal ``number``. Use this handler only before other processes are started."""
+    """Signal handler: end this process at once. Use this handler only while the process has no child processes."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

@@ -1,6 +1,6 @@
 """``asyncrl audit``: compare the receipts of a run. A receipt is a record that a process wrote about tokens or weights.
 
-A run that was continued had several ``asyncrl train`` processes. The audit compares the receipts of all of them.
+If a run was continued, it had several ``asyncrl train`` processes. The audit compares the receipts of all of them.
 """
 
 from __future__ import annotations

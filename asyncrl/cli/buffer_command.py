@@ -1,4 +1,4 @@
-"""``asyncrl buffer``: export the finished groups in a run's buffer, and make demonstrations from an export.
+"""``asyncrl buffer``: export the finished groups of a run's buffer, and make demonstrations from an export.
 
 A group is one prompt with all sampled responses to it.
 """
@@ -82,8 +82,8 @@ def demonstrations(
     """Yield rows for supervised fine-tuning: up to ``best`` responses per finished group, highest reward first.
 
     A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id`` and ``version``.
-    ``version`` is the policy version of the oldest token. ``decode`` turns token ids into text. These responses are
-    left out:
+    ``version`` is the policy version of the response's oldest token. ``decode`` is a function that converts token ids
+    to text. These responses are left out:
 
     - responses of several turns;
     - responses that the length limit cut off;
@@ -115,10 +115,10 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the slice of a trajectory's response tokens, or None if the response cannot be a demonstration.
+    """Return the slice of the group's tokens with the response of a trajectory; None if it cannot be a demonstration.
 
-    The result is None if the response is empty, has several turns or was cut off. It is also None if the trajectory is
-    a greedy rollout, because the learner does not train on greedy rollouts.
+    The result is None if the response is empty, has several turns, or was cut off at the length limit. It is also None
+    if the trajectory is a greedy rollout, because the learner does not train on greedy rollouts.
     """
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)

@@ -89,21 +89,21 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
 
 
 def read_config(run_folder: Path) -> RunConfig:
-    """Read the configuration of a run from the ``config.yaml`` in its folder.
+    """Read the configuration of a run from ``config.yaml`` in the run's folder.
 
     Raises:
-        ValueError: the file is missing or damaged, or another release wrote it with other options.
+        ValueError: the file is missing or damaged, or has options of another release that this release does not have.
     """
     path = run_folder / "config.yaml"
     if not path.is_file():
-        raise ValueError(f"{run_folder} must be the folder of a run, got no config.yaml there; check the path")
+        raise ValueError(f"{run_folder} must be the folder of a run, got a folder without config.yaml; check the path")
     try:
         options = OmegaConf.load(path)
         got = f"{options!r:.80}"
     except (YAMLError, OSError, UnicodeDecodeError) as error:
         options, got = None, " ".join(str(error).split())
     if not isinstance(options, DictConfig) or not options:
-        raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
+        raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore the file from a copy")
     try:
         for name in REMOVED_OPTIONS:
             section, _, key = name.rpartition(".")
@@ -155,7 +155,7 @@ def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> No
 
 @contextmanager
 def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """During the ``with`` block, keep copies of the user's experiment files in a folder on Hydra's search path.
+    """While the ``with`` block runs, keep copies of the user's experiment files in a folder on Hydra's search path.
 
     Args:
         overrides: Overrides in which ``experiment`` may be a path. Example: ``["experiment=mine.yaml", "seed=1"]``.
@@ -171,7 +171,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # do not split the name of an existing file at a comma
+            is_one = Path(value.strip("'\"")).is_file()  # if the whole value names a file, do not split it at commas
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
@@ -253,10 +253,10 @@ def schema() -> DictConfig:
 
 
 def _make_writable(node: DictConfig) -> None:
-    # OmegaConf makes the nodes of frozen dataclasses read-only, and overrides of read-only nodes fail.
+    # OmegaConf makes the nodes of frozen dataclasses read-only. Options in a read-only node cannot be overridden.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
-        OmegaConf.set_struct(node, False)  # allow the user to add keys to a plain mapping
+        OmegaConf.set_struct(node, False)  # the user may add keys to an option that is a dict
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
@@ -297,7 +297,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Return a text that suggests similar options. Options with the same last component are preferred."""
+    """Return a text that suggests options with similar names. Prefer names with the same part after the last dot."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.0) or difflib.get_close_matches(
@@ -307,9 +307,9 @@ def _nearest(option: str) -> str:
 
 
 def help_text(config: RunConfig, *, everything: bool) -> str:
-    """Return the help page, with the values that the options have in ``config``.
+    """Return the text of the help page, with the values of the options in ``config``.
 
-    The page lists all options if ``everything`` is True, otherwise `COMMON_OPTIONS`.
+    If ``everything`` is True, the page lists all options, otherwise only `COMMON_OPTIONS`.
     """
     kinds = ("experiment", "correction")
     names = {f"{kind}s": ", ".join(sorted(p.stem for p in (CONFIG_DIR / kind).glob("*.yaml"))) for kind in kinds}
@@ -325,9 +325,9 @@ def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Return the (meaning, value) pair of each option of a dataclass, by the option's dotted name.
+    """Return a dict of all options of the dataclass ``config``, by dotted name. The values are (meaning, value) pairs.
 
-    The meaning is a text from the docstring. ``prefix`` is put in front of each name.
+    The meaning is a text from the docstring of the dataclass. Each name begins with ``prefix``.
     """
     meanings: dict[str, str] = {}
     for kind in type(config).__mro__:

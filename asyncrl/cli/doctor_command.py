@@ -1,7 +1,7 @@
 """``asyncrl doctor`` checks this machine; ``asyncrl doctor RUN`` shows the state of a run, its alarms and errors.
 
-The check of the machine takes about ten seconds, and starts a Ray cluster of one core. The exit status is 1 if a check
-failed, or if an alarm of the run has not ended.
+The check of the machine takes about ten seconds, and starts a Ray cluster with one CPU. The exit status is 1 if a check
+has failed, or if an alarm of the run has not ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from asyncrl.metrics import RunLimits, counted, read_alarms, read_json, read_lif
 from rollout_fleet.sandbox import Sandbox, SandboxError
 
 MAX_CLOCK_GAP_S = 2.0
-"""Largest accepted difference between this host's clock and the modification time of a new file, in seconds."""
+"""Largest allowed difference between this host's clock and the modification time of a new file, in seconds."""
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_machine(output: Path) -> int:
     """Check this machine, and print one line per result. Return the exit status: 1 if a check failed.
 
-    One of the checks measures the free disk space of ``output``, the folder for runs.
+    ``output`` is the folder for runs. One of the checks measures the free disk space in this folder.
     """
     gpus = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
@@ -98,7 +98,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Check the disk space in ``output``, and compare the clock of the folder's file system with this host's clock."""
+    """Check the free disk space in the folder ``output``, and that its file system's clock agrees with this host's."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")
@@ -124,9 +124,9 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Check whether this machine has a sandbox for code that the policy writes.
+    """Check whether this machine has a sandbox. Rewards and tools need a sandbox to run code of the policy.
 
-    Only rewards and tools that run code need a sandbox. If there is no sandbox, the check counts as skipped.
+    If there is no sandbox, the result is ``skipped``, not ``failed``.
     """
     try:
         kind = asyncio.run(Sandbox().start())
@@ -142,8 +142,8 @@ def sandbox() -> Iterator[Result]:
 def examine(run_dir: Path) -> tuple[list[str], bool]:
     """Return a pair: lines for the user about a run's state, alarms and errors; and True if all alarms have ended.
 
-    An alarm is a warning about the training. Raises `ValueError` if the folder is not the folder of a run, or if a file
-    in it is damaged. The message names the file.
+    An alarm is a warning about the training. Raises `ValueError` if ``run_dir`` is not the folder of a run, or if a
+    file in this folder is damaged. The message names the damaged file.
     """
     config = read_config(run_dir)
     limits = RunLimits(

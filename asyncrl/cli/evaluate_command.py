@@ -62,7 +62,8 @@ class EvaluatedPolicy:
     """The policy to evaluate.
 
     Attributes:
-        model: Directory in Hugging Face layout. If None, the model must be exported from ``checkpoint``.
+        model: Folder of the model in Hugging Face layout. If None, the policy is in ``checkpoint``, and the command
+            exports it to such a folder.
         version: Policy version (the number of learner steps that made the policy); 0 if it is unknown.
     """
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(_USAGE)
         return 0
     if not arguments or "=" in arguments[0] or arguments[0].startswith("-"):
-        raise ValueError("asyncrl evaluate needs MODEL_OR_RUN first; --help explains it")
+        raise ValueError("asyncrl evaluate needs MODEL_OR_RUN as its first argument; --help explains it")
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         policy = find_policy(Path(arguments[0]).expanduser().resolve())
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         with tempfile.TemporaryDirectory(prefix="asyncrl-") as own:
             overrides = list(arguments[1:])
-            if policy.run_dir is not None:  # use the run's options, which the command line may override
+            if policy.run_dir is not None:  # begin with the options of the run; the command line may override them
                 experiment = Path(own, "evaluated_run.yaml")
                 experiment.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
                 overrides = [f"experiment={experiment}", *overrides]
@@ -110,10 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_policy(path: Path) -> EvaluatedPolicy:
-    """Find out which policy a path holds: a model, a checkpoint, or the policy of a run.
+    """Find the policy at ``path``. The path is a model, a checkpoint, or the folder of a run.
 
     Raises:
-        ValueError: there is no policy at the path, or another release wrote the run's options.
+        ValueError: there is no policy at the path, or the run has options of another release.
     """
     if (path / "config.json").is_file():
         run_dir = path.parent if path.name == "policy" and (path.parent / "config.yaml").is_file() else None
@@ -174,12 +175,12 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     """Evaluate the model ``model.path`` on the held-out prompts, with one engine. Returns the result.
 
-    ``version`` only labels the result: it is the policy version of the model's weights. Logs and samples are written to
-    ``folder``.
+    ``version`` is the policy version of the model's weights. This number is only stored in the result. Logs and samples
+    are written to ``folder``.
 
     Raises:
         ValueError: an option or a file is wrong. The message names the option or the file.
-        AsyncRLError: the engine failed, or no prompt has a reward.
+        AsyncRLError: the engine failed, or the answers to all prompts have no reward.
     """
     prompts = _held_out_prompts(config)
     check_engine_installed(config.rollout_fleet)
@@ -204,14 +205,14 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
         await parts.close()
     if evaluation is None:
         reason = fleet.failure or "the reward or the environment failed on each; the warnings above have the errors"
-        raise AsyncRLError(f"none of the {len(prompts)} prompts has a reward: {reason}")
+        raise AsyncRLError(f"no answer to any of the {len(prompts)} prompts has a reward: {reason}")
     return replace(evaluation, policy_version=version)
 
 
 def _held_out_prompts(config: RunConfig) -> list[Prompt]:
     check_model(config)
     if not config.data.eval_files:
-        raise ValueError("data.eval_files must name at least one parquet or jsonl file, got none; set it")
+        raise ValueError("data.eval_files must name at least one parquet or jsonl file, got none; set this option")
     if config.rollout_fleet.engine is EngineKind.scripted:
         raise ValueError("rollout_fleet.engine must be sglang or transformers, got scripted, which is for tests")
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
@@ -243,7 +244,7 @@ class OneEngine:
     ) -> list[AnsweredPrompt]:
         """Sample and score answers to prompts. Returns one object per answered prompt.
 
-        If the engine fails, the error is stored in ``failure`` and raised.
+        If the engine fails, this method stores the error in ``failure``, and raises it.
         """
         del engine
         try:

@@ -1,7 +1,7 @@
 """``asyncrl train --multirun``: one run per combination of option values, with Hydra's sweepers and launchers.
 
-Each run is a process of ``python -m asyncrl train``. The default launcher starts one run after the other. `run_one`
-waits for the process without a deadline, because each run enforces its own deadlines.
+Each run is a process of ``python -m asyncrl train``. The default launcher executes the runs one after the other.
+`run_one` waits for a run without a deadline, because each run enforces its own deadlines.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def multirun(overrides: Sequence[str]) -> int:
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Some sweepers choose the values only during the sweep. With these sweepers, each run checks its own options.
+        # Some sweepers choose the values only during the sweep. Such values are checked later, by each run.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -88,7 +88,7 @@ def _split(override: str) -> tuple[str, str, str]:
 
 def _task(own_experiments: dict[str, str]) -> TaskFunction:
     def task(composed: DictConfig) -> float | None:
-        del composed  # `python -m asyncrl train` composes the options again
+        del composed  # not needed: the process of the run composes the options again
         return run_one(own_experiments)
 
     return task
@@ -107,10 +107,10 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 
 
 def run_one(own_experiments: dict[str, str]) -> float | None:
-    """Run the combination of options that Hydra's launcher requests. Forward SIGINT and SIGTERM to the run.
+    """Start a run with the options that Hydra's launcher has chosen. Forward SIGINT and SIGTERM to the run.
 
-    ``own_experiments`` maps names of the user's experiments to their files. Returns the mean reward of the sampled
-    answers after training, for sweepers; None if there was no such evaluation.
+    ``own_experiments`` maps the name of each of the user's experiments to its file. Returns a score for sweepers: the
+    mean reward of the sampled answers in the evaluation after training; None without this evaluation.
 
     Raises:
         RuntimeError: the run failed. The message names the options and the folder.
@@ -138,7 +138,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # Ctrl-C must reach only this process, which forwards the signal once
+            start_new_session=True,  # Ctrl-C must not reach the run directly, because this process forwards the signal
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
@@ -149,7 +149,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # end the whole sweep, not only this run
+        sys.exit(128 + stopped_by[0])  # the signal ends the whole sweep, not only this run
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}
@@ -157,9 +157,9 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 
 
 def overview(folder: Path) -> str:
-    """Return a table of the runs below ``folder`` as text: varied options, results and folder.
+    """Return a table of the runs below ``folder``, as text. An unfinished run has dashes as results.
 
-    An unfinished run has dashes as results.
+    The columns are the options that differ between the runs, the results, and the folder.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.yaml") if (path.parent / "logs").is_dir())
     options = [_leaves(OmegaConf.load(run / "config.yaml")) for run in runs]

@@ -1,7 +1,8 @@
 """``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or which layouts fit on GPUs.
 
-RUN is the folder of a run, which may still be in progress. SPEC.yaml describes a run to simulate: its sizes, speeds and
-options (docs/planning.md). The command writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``.
+RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario: it describes the sizes, speeds and
+options of a run to simulate (docs/planning.md). The command writes ``plan.json``, the chart ``plan.png`` and, for RUN,
+``advice.json``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from buffer.config import OnStale
 
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
-"""Largest size of a run's profile that ``--only-advice`` reads. Reading it needs about ten times as much memory."""
+"""Largest size of a profile that ``--only-advice`` reads. To read it takes about ten times as much memory."""
 _ADVICE_STEPS = 30
 """Number of learner steps that ``--only-advice`` simulates for each choice of options."""
 _FRONTIER_REPLICATES = 2
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    # Create the folder before the simulations. They take minutes, and their results need a writable folder.
+    # Create the folder before the simulations, which take minutes, so that a folder that is not writable fails early.
     folder.mkdir(parents=True, exist_ok=True)
     plan = make_plan(
         base,
@@ -138,7 +139,7 @@ def _read_run(folder: Path, num_steps: int | None) -> Calibration:
     if config.placement.colocated:
         raise ValueError(
             f"{folder} is a run with placement.colocated=true, expected separate pools: the simulator does not support "
-            "colocated pools; plan from a scenario"
+            "colocated pools; write a scenario (SPEC.yaml), and run asyncrl plan SPEC.yaml"
         )
     try:
         calibration = calibrate(Trace.load(folder), config)
@@ -172,12 +173,12 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write ``advice.json``, and with ``--frontier`` also ``plan.json``. Limit the CPU time of this process."""
+    """Write ``advice.json``; if ``--frontier`` is set, also write ``plan.json``. Limit the CPU time of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
         raise ValueError(
-            f"the record has {num_bytes >> 20} MiB, --only-advice reads at most {_MAX_RECORD_BYTES >> 20} MiB"
+            f"the run's profile has {num_bytes >> 20} MiB, --only-advice reads at most {_MAX_RECORD_BYTES >> 20} MiB"
         )
     calibration = _read_run(run_dir, options.steps or _ADVICE_STEPS)
     advice = _advised(run_dir, calibration, options)
@@ -314,10 +315,10 @@ def _largest(one: Prediction, pool: str) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> bool:
-    """Draw a chart of the predicted step time over the mean lag, and save the chart as ``path``.
+    """Draw a chart with the mean lag on the x axis and the predicted step time on the y axis. Save it as ``path``.
 
-    The chart has one curve per division of the devices between engines and ranks. Returns True, or False if there is no
-    chart because matplotlib is missing.
+    The chart has one curve per division of the devices between engines and ranks. Returns False if there is no chart,
+    because matplotlib is not installed; otherwise True.
     """
     try:
         import matplotlib as mpl

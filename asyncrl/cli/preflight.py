@@ -69,12 +69,12 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Run all checks of a run except the checks of its folders. Returns a pair: training prompts and held-out prompts.
+    """Check a run before it starts. Returns a pair: training prompts and held-out prompts.
 
-    Call `check_folders` earlier, before the run creates its own folder. If the run starts its own Ray cluster, call
-    `resolve_devices` earlier too. ``say`` is a function that shows a line to the user.
+    This function does not check the run's folders: call `check_folders` before the run creates its folder. If the run
+    starts its own Ray cluster, also call `resolve_devices` before this function. ``say`` shows a line to the user.
     """
-    if not config.ray.address:  # if the run uses an existing Ray cluster, do not check this machine
+    if not config.ray.address:  # do not check this machine if the run uses an existing Ray cluster
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -94,7 +94,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raise an error if sft.output_path has files that this run cannot use
+        finished_warm_start(config)  # raises an error if sft.output_path has files that this run cannot use
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     if (resumed := find_checkpoint(config)) is not None:
         prompts.check(resumed.state.prompts)
@@ -112,12 +112,12 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
 
 def check_gpu_memory(config: RunConfig, card: int) -> None:
-    """Check that a run fits into the memory of its GPUs. If the model's sizes cannot be read, nothing is checked.
+    """Check that a run fits into the memory of its GPUs. If the model's sizes cannot be read, check nothing.
 
-    ``card`` is the memory of one GPU in bytes; 0 without a GPU.
+    ``card`` is the memory of one GPU in bytes; 0 if this machine has no GPU.
 
     Raises:
-        ValueError: the run does not fit. The message lists the memory per device, and options that help.
+        ValueError: the run does not fit. The message lists the needed memory per device, and options that reduce it.
     """
     try:
         model = policy_size(config)
@@ -157,7 +157,7 @@ def check_folders(config: RunConfig) -> None:
 def check_folder(option: str, folder: str) -> None:
     """Check that this process can write to ``folder`` or create it. Raises `ValueError` if not.
 
-    ``option`` is the name of the option, for the message. An empty ``folder`` is not checked.
+    ``option`` is the name of the option that sets the folder, for the message. An empty ``folder`` is not checked.
     """
     if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
         raise ValueError(
@@ -167,9 +167,9 @@ def check_folder(option: str, folder: str) -> None:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return the reason why this process cannot create files in a folder; an empty text if it can.
+    """Return the reason why this process cannot create files in a folder; an empty text if it can create files.
 
-    If the folder does not exist, the function checks the nearest existing parent.
+    If the folder does not exist, the function checks the nearest parent folder that exists.
     """
     try:
         place = next(place for place in (folder, *folder.parents) if place.exists())
@@ -180,7 +180,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models.
+    """Check that each model's number of attention heads is a multiple of the model's ``tp_size`` or ``sp_size``.
 
     Raises `ValueError` if not.
     """
@@ -198,9 +198,9 @@ def check_heads(config: RunConfig) -> None:
 
 
 def check_vision(config: RunConfig) -> None:
-    """Check that the learner supports the options for this model, which may be a model that takes images.
+    """Check the options that need a model with images, and the options that do not support such a model.
 
-    Raises `ValueError` if not.
+    Raises `ValueError` if an option does not fit the model.
     """
     if not is_vision_model(config.model.path):
         if config.learner.freeze_vision:
@@ -225,7 +225,7 @@ def check_vision(config: RunConfig) -> None:
 def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """Read the training prompts and the held-out prompts as token ids of the model.
 
-    Without evaluation, there are no held-out prompts.
+    If evaluation is disabled, there are no held-out prompts.
 
     Raises:
         ValueError: a file, row or column does not match the options, or a prompt is too long.
@@ -241,24 +241,24 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
 
 
 def unused_sources(config: RunConfig, sources: set[str]) -> list[str]:
-    """Return a warning text for each data source that an option names and no row has.
+    """Return one warning for each data source that an option names but no row of the data has.
 
     ``sources`` are the data sources of the rows.
     """
     options = {**options_by_source(config), "data.environment_by_source": config.data.environment_by_source}
     return [
-        f"{option} names the source {source!r}, and no row has it in the column {config.data.data_source_key!r}, only "
-        f"{sorted(sources)}; correct the name, or leave it out"
+        f"{option} names the source {source!r}, but the rows have only these sources in the column "
+        f"{config.data.data_source_key!r}: {sorted(sources)}; correct the name, or leave it out"
         for option, by_source in options.items()
         for source in sorted(by_source.keys() - sources)
     ]
 
 
 def check_environments(config: RunConfig, names: Iterable[str]) -> None:
-    """Check the environment names in rows and in ``data.environment_by_source``. Modules of the user are not imported.
+    """Check the names of environments in rows and in ``data.environment_by_source``, without importing user modules.
 
     Raises:
-        ValueError: a built-in environment or a file does not exist.
+        ValueError: a name is not the name of a built-in environment, or names a file that does not exist.
     """
     key = config.data.environment_key
     where = " or ".join([*([f"the column {key!r}"] if key else []), "data.environment_by_source"])
@@ -295,7 +295,7 @@ def check_own_functions(config: RunConfig) -> None:
     Raises:
         ValueError: there is no such name, file, module or function.
     """
-    if not config.ray.address:  # nodes of an existing Ray cluster may have modules that this machine lacks
+    if not config.ray.address:  # an existing Ray cluster may have reward modules that this machine lacks
         for name in config.rollout_fleet.reward_names:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
@@ -310,7 +310,7 @@ def check_own_functions(config: RunConfig) -> None:
 async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     """Check the reward function: score one response to a prompt.
 
-    The response is the ground truth if it is a string, else an empty text.
+    If the prompt's ground truth is a string, this string is the response. Otherwise, the response is an empty text.
 
     Raises:
         ValueError: the reward function failed, or its process could not start.
@@ -319,7 +319,7 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     text = truth if isinstance(truth, str) else ""
     option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
     rewards = WeightedRewards(replace(fleet, reward_processes=1))
-    # Some rewards read the outcome of an episode. No episode has run yet, so pass a made-up outcome.
+    # Some rewards read the outcome of an episode. No episode has run yet, so pass an example of an outcome.
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
@@ -341,7 +341,7 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: One line of text per kind of device, with the memory that it needs; empty if there is no model.
+        memory: Lines of text with the memory that each kind of device needs; empty if there is no model.
         page: The whole report as text, for the user.
     """
 
@@ -353,8 +353,7 @@ class DryRun:
 def dry_run(config: RunConfig) -> DryRun:
     """Check a run and compute its resources and deadlines, for the option ``dry_run=true``.
 
-    Returns the problems, the needed memory, and the text for the user. No folder of the run is created, and no worker
-    is started.
+    The function does not create the run's folder, and starts no workers.
     """
     problems: list[str] = []
     notes: list[str] = []

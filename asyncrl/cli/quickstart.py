@@ -1,7 +1,7 @@
 """Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3 model, and the data of a task.
 
-The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. `rollout_fleet.episodes.calculator` has the
-task of ``experiment=tools``. Importing this module does not load torch.
+The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse order. The task of ``experiment=tools`` is in
+`rollout_fleet.episodes.calculator`. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ def make_assets(
 ) -> QuickstartAssets:
     """Make the model, tokenizer and data of a quickstart, or reuse files that were made with the same arguments.
 
-    The directory is created atomically. Returns the paths of the made files.
+    The directory is created atomically. Returns the paths of the files.
 
     Args:
-        directory: Directory for the assets. If it has assets that were made with other arguments, the whole directory
-            is replaced.
+        directory: Directory for the assets. If the directory has assets that were made with other arguments, the whole
+            directory is replaced.
         seed: Seed of the weights, the digits and the mistakes.
         task: The task in the rows.
         num_train: Number of training prompts.
@@ -113,12 +113,13 @@ def make_assets(
         num_demonstrations: Number of demonstrations.
         wrong_digit_rate: Fraction of random digits in the demonstrations, in [0, 1). The warm-started policy learns
             this noise.
-        habit_rate: Fraction of demonstrations with a systematic mistake, in [0, 1]. Demonstrations with 6 to 8 digits
-            swap the first two digits. With tools, they choose wrongly between an answer and a tool call. Above 0.5, the
-            warm-started policy's greedy answers to these prompts are wrong, and RL corrects them.
+        habit_rate: Fraction of demonstrations with a systematic mistake, in [0, 1]. In the task ``reverse``, responses
+            with 6 to 8 digits swap the first two digits. In the task ``tools``, responses call a tool where they should
+            answer, or answer where they should call a tool. If the rate is above 0.5, the warm-started policy's greedy
+            answers to such prompts are wrong, and RL corrects them.
 
     Raises:
-        ValueError: the directory has files, but no assets.
+        ValueError: the directory has files, but these files are not assets of a quickstart.
     """
     counts = {"num_train": num_train, "num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
     rates = {"wrong_digit_rate": wrong_digit_rate, "habit_rate": habit_rate}
@@ -139,9 +140,9 @@ def make_assets(
 
 
 def with_quickstart_assets(config: RunConfig) -> RunConfig:
-    """Return ``config`` with the paths of the quickstart's model and data, which are made if they do not exist.
+    """Make the quickstart's model and data if they do not exist. Return ``config`` with their paths.
 
-    If the option ``quickstart`` is not set, return ``config`` unchanged.
+    If the option ``quickstart`` is not set, make nothing, and return ``config`` unchanged.
     """
     if not config.quickstart:
         return config
@@ -209,7 +210,7 @@ def _write_assets(directory: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _with_mistakes(digits: str, settings: Mapping[str, Any], rng: np.random.Generator) -> str:
-    """Return a demonstration's response: ``digits`` with mistakes."""
+    """Return ``digits`` with mistakes, as the response of a demonstration."""
     wrong = rng.random(len(digits)) < settings["wrong_digit_rate"]
     random_digits = rng.integers(0, 10, size=len(digits))
     if rng.random() < settings["habit_rate"] and len(digits) >= LONG:
@@ -265,7 +266,7 @@ def _write_model(directory: Path, config: Mapping[str, Any], rng: np.random.Gene
 
 
 def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return a dict from the name of each weight to its shape: [out, in] for a matrix, [size] for a norm."""
+    """Return a dict that maps each weight's name to the weight's shape: [out, in] for a matrix, [size] for a norm."""
     c = config
     hidden, mlp, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     query, key = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim

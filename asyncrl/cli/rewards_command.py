@@ -1,4 +1,4 @@
-"""``asyncrl rewards try REWARD DATA``: score given responses with the rewards of a run, before the run.
+"""``asyncrl rewards try REWARD DATA``: score existing responses with reward functions, without a run.
 
 The responses are a column of the data, or the samples of an earlier run.
 """
@@ -41,7 +41,7 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class GivenResponses:
-    """A prompt, and the responses to it that the rewards score together.
+    """A prompt, and existing responses to this prompt. The reward functions score all these responses together.
 
     Attributes:
         name: Name of the prompt in the printed table. Example: ``row 3``.
@@ -58,7 +58,7 @@ class TriedResponse:
 
     Attributes:
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
-        parts: Value of each reward by name, if there are several rewards.
+        parts: Value of each reward by name, if there are several reward functions.
         turn_rewards: Weighted reward of each rewarded turn (one generation of the model), by the index of the turn.
         failure: Text that says why there is no reward; empty if there is a reward.
         seconds: Seconds that it took to score all responses to the prompt together.
@@ -148,7 +148,7 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     if not options.samples:
         config = compose_run(overrides)
     elif overrides:
-        raise ValueError(f"--samples uses the options of the run, got also {list(overrides)}; leave them out")
+        raise ValueError(f"--samples uses the options of the run, but got {list(overrides)} too; leave them out")
     else:
         config = read_config(options.samples)
     entries = [entry.strip().rpartition("*") for entry in options.reward.split(",")]
@@ -164,7 +164,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
     data = config.data
     column = options.answers or data.ground_truth_key
     if not column:
-        raise ValueError("asyncrl rewards try needs responses; name their column with --answers")
+        raise ValueError("asyncrl rewards try needs responses; name the column of the responses with --answers")
     keys = [data.ground_truth_key, data.data_source_key, column]
     keys += [data.prompt_key] if data.chat_template else []
     rows = read_rows(options.data, [key for key in dict.fromkeys(keys) if key], optional=data.extra_keys)
@@ -194,7 +194,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """Yield the samples of a run, grouped by prompt. If DATA has held-out prompts, use the samples of evaluations."""
+    """Yield the samples of a run, grouped by prompt: samples of evaluations if DATA is a file of held-out prompts."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"
@@ -209,9 +209,8 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
     else:
         if config.data.sampler != UNIFORM:
             raise ValueError(
-                f"training samples need data.sampler={UNIFORM}, got {config.data.sampler}: with this sampler, the "
-                "samples do not tell which row of the data each prompt is; name one of data.eval_files to score "
-                "held-out samples"
+                f"training samples need data.sampler={UNIFORM}, got {config.data.sampler}: with this sampler, the row "
+                "of a sample's prompt in the data is unknown; name one of data.eval_files to score held-out samples"
             )
         data = replace(config.data, train_files=[options.data])
         stream = PromptStream(data, tokenizer, seed=config.seed, images=images)
@@ -224,9 +223,9 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
         prompt = prompts.get(number)
         if prompt is None or decode(prompt.prompt_ids.tolist()) != group[0]["prompt"]:
             raise ValueError(
-                f"{options.data} must be the file of the run's prompts, got another prompt for group {number} of "
-                f"{options.samples}; name one of the run's data.eval_files, or of its data.train_files if the run has "
-                "no data.sampler"
+                f"{options.data} must be the file with the run's prompts, but does not have the prompt of group "
+                f"{number} of {options.samples}; name one of the run's data.eval_files, or of its data.train_files if "
+                "the run has no data.sampler"
             )
         rollouts = [
             Rollout.answer(

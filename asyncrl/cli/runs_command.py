@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
-        raise ValueError(f"{options.folder} must be a folder with runs, such as outputs; name another folder")
+        raise ValueError(f"{options.folder} must be a folder with runs, such as outputs/; name another folder")
     runs, damaged = find_runs(options.folder)
     if options.json:
         sys.stdout.write(json.dumps([[asdict(life) for life in run] for run in runs], default=str) + "\n")

@@ -1,15 +1,16 @@
-"""The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and leaves no process behind.
+"""The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and ends remaining processes.
 
-A killed run cannot end its own processes. Ray also ends the run at once if a Ray daemon dies. Therefore the run is a
-child process. The parent adopts and ends every orphan of the run (Linux child subreaper). If the parent is killed, the
-kernel sends SIGHUP to the run. Then the run stops and ends the orphans itself.
+If the run's main process is killed, it cannot end its own child processes. This also happens if a Ray daemon dies,
+because Ray then ends the main process at once. Therefore the main process is a child of the supervisor. The supervisor
+adopts and ends every orphan of the run (Linux child subreaper). If the supervisor is killed, the kernel sends SIGHUP to
+the main process, which then stops the run and ends the orphans itself.
 
-A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
-SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So the scheduler's signal
-ends none of these processes before the run has written the policy. Ctrl-C reaches only the parent, because the child
-has a separate session.
+A scheduler or systemd sends SIGTERM to every process of a run at once. The main process and its child processes block
+SIGINT and SIGTERM, so only the supervisor reacts. It stops the main process with other signals (`STOPS`). So the
+scheduler's signal ends none of these processes before the run has written the policy. Ctrl-C reaches only the
+supervisor, because the main process has a separate session.
 
-The child reports each fault, and its own end, through a pipe.
+The main process reports each fault, and its own end, through a pipe.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rollout_fleet.child_pipes import ChildFolder
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
-"""Keys: signals that the supervisor gets. Values: the signals that it sends to the child process instead."""
+"""Maps each signal that the supervisor gets to the signal that it sends to the child process instead."""
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
@@ -78,9 +79,9 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
     """Run ``work`` in a child process, and end all processes that the child leaves behind. Returns how the run ended.
 
     Args:
-        work: The run, as a function that returns the exit status. The child calls it.
-        stop_timeout_s: Longest time to stop after a signal, in seconds. `_KILL_AFTER_S` later, the supervisor kills the
-            run.
+        work: Function that the child process calls. It executes the run, and returns the exit status.
+        stop_timeout_s: Longest time in seconds that the run may take to stop after a signal. If the run still exists
+            `_KILL_AFTER_S` later, the supervisor kills it.
     """
     global _report_fd
     adopt_orphans()
@@ -113,7 +114,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
-        # If SIGHUP is ignored, for example under nohup, it must stay ignored.
+        # If this process ignores SIGHUP, for example under nohup, do not set a handler, so that SIGHUP stays ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_PASSED_ON, *STOPS.values()))
@@ -131,9 +132,9 @@ def report_fault(last_words: str) -> None:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Kill all children of the run's process, and end the process at once with exit status ``status``.
+    """Kill all child processes of this process, and end this process at once with exit status ``status``.
 
-    The run does not clean up.
+    The run does not stop its components, and does not save anything.
     """
     _end_orphans(0.0)
     _report(_OWN_END)
@@ -159,8 +160,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # If the parent dies, the kernel sends SIGHUP to this process, once per thread of the parent.
-    # A second SIGHUP has no effect. A second signal of `STOPS` would end the run at once.
+    # If the parent dies, the kernel sends this signal to this process, once per thread of the parent. The signal is
+    # SIGHUP, because a second SIGHUP has no effect. A second signal of `STOPS` would end the run at once.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -185,7 +186,7 @@ def _stop_before_start(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _wait_for(child: int) -> int:
-    """Reap children, including adopted ones, until the run has ended."""
+    """Reap child processes, including adopted ones, until the process ``child`` has ended. Return its exit status."""
     while True:
         pid, status = os.wait()
         if pid == child:
@@ -193,12 +194,12 @@ def _wait_for(child: int) -> int:
 
 
 def _end_orphans(grace_s: float) -> None:
-    """Wait ``grace_s`` seconds for the orphans of the run to end, then kill them. Kill caretakers last.
+    """Wait ``grace_s`` seconds for the orphans of the run to end. Then kill the remaining orphans, caretakers last.
 
-    Then remove the files that killed children of rollout workers left.
+    At the end, remove the files that killed child processes of rollout workers have left.
 
-    Caretakers clean up after the other processes: the guard of an SGLang server, and Python's resource tracker. All
-    other processes that ignore SIGINT count as caretakers too.
+    Caretakers clean up after the other processes. They are the guard of an SGLang server, and Python's resource
+    tracker. All other processes that ignore SIGINT are treated as caretakers too.
     """
     release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)
@@ -218,10 +219,10 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Return whether a process counts as a caretaker: it ignores SIGINT, or it is Python's resource tracker.
+    """Return whether a process is a caretaker (see `_end_orphans`): it ignores SIGINT, or is Python's resource tracker.
 
-    The resource tracker is recognized by its command line, because a tracker that has just started does not ignore
-    SIGINT yet.
+    The function recognizes the resource tracker by the command line, because a tracker that has just started does not
+    ignore SIGINT yet.
     """
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -234,8 +235,8 @@ class Stopping:
     """Cancels the run at the first signal. A second signal ends the run at once.
 
     Attributes:
-        cause: What stopped the run. Example: ``SIGTERM``.
-        status: The exit status of a run that is stopped by ``cause``.
+        cause: Text that names what stopped the run. Example: ``SIGTERM``.
+        status: The exit status of a run that was stopped by ``cause``.
     """
 
     def __init__(
@@ -251,8 +252,9 @@ class Stopping:
         Args:
             run: The task of the run. The first signal cancels this task.
             say: Function that writes a line to the terminal.
-            timeout_s: Function that returns how many seconds the run may take to stop.
-            give_up: Function that ends the process. A separate thread calls this function if the run takes longer.
+            timeout_s: Function that returns the longest time to stop, in seconds.
+            give_up: Function that ends the process. A separate thread calls this function if the run takes longer than
+                ``timeout_s()`` to stop.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED
@@ -265,15 +267,15 @@ class Stopping:
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """Handle the signals that `supervise` passes on, until `close` is called.
 
-        The first signal cancels the run, and a second signal ends the run at once. The death of the supervisor also
-        cancels the run.
+        The first signal cancels the run, and a second signal ends the run at once. If the supervisor dies, the run is
+        cancelled too.
         """
         for number, stop in STOPS.items():
             loop.add_signal_handler(stop, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """Ignore the signals of `listen` from now on. Call this method after the run has ended."""
+        """Ignore the signals that `listen` handles, from now on. Call this method after the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)

@@ -1,7 +1,7 @@
 """``asyncrl train``: train a policy asynchronously. ``--help`` explains the options.
 
-Ctrl-C or SIGTERM stops the run. The run then writes its policy and ends its processes. A second signal kills all
-processes.
+Ctrl-C or SIGTERM stops the run: the run writes its policy, and ends its processes. A second signal kills all processes
+at once.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     try:
         run_dir = make_run_dir(config, dump_yaml(config))
-        hold_shared_folder(run_dir)  # this process and its child lock the folder until both have ended
+        hold_shared_folder(run_dir)  # the folder stays locked until this process and its child have ended
     except OSError as error:
         sys.stderr.write(f"error: {_with_remedy(error)}\n")
         return EXIT_FAILED
@@ -155,7 +155,7 @@ async def _until_done_or_stopped(
         return last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
-        # Set no deadline if the run was cancelled: `Stopping` has set the deadline when it cancelled the run.
+        # If the run was cancelled, set no deadline for its stop here: `Stopping` has already set this deadline.
         if not isinstance(fault, asyncio.CancelledError):
             last_words = last_words_of(fault)
             report_fault(last_words)
@@ -191,11 +191,11 @@ async def _until_done_or_stopped(
 
 
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """Return a line with the command that continues a run from a checkpoint.
+    """Return a line with the command that continues a run from a checkpoint; an empty text if there is no checkpoint.
 
     The command names the newest complete checkpoint of the run. If the run has saved no complete checkpoint, the
-    command names the checkpoint from which the run itself was resumed. Return an empty text if there is no such
-    checkpoint, or if it cannot be found because of an error. ``overrides`` are the options of the run's command line.
+    command names the checkpoint from which the run itself was resumed. If the search for a checkpoint fails, the result
+    is empty too. ``overrides`` are the options of the run's command line.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
@@ -216,8 +216,9 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 def last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
     """Return the message that ends the output of a failed run.
 
-    The last line of the message is the first line of the error's text. If that first line ends with a colon, the last
-    line of the error's text is appended to it.
+    The message has the whole text of the error, the folder of the logs, and ``continuing`` (the command that continues
+    the run). Its last line repeats the first line of the error's text. If that first line ends with a colon, the last
+    line of the error's text follows after the colon.
     """
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
@@ -243,9 +244,9 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _say_last(words: str) -> None:
-    """Write ``words``, the message about the end of the run, to stderr. Only the first call writes a message.
+    """Write ``words``, the message about the end of the run, to stderr. Only the first call writes its message.
 
-    The main thread and the thread of `give_up_after` can call this function at the same time.
+    The main thread and the thread of `give_up_after` may call this function at the same time.
     """
     if _said_last.acquire(blocking=False):
         with suppress(OSError):  # ignore write errors: the program that reads the output may have closed the pipe
@@ -273,7 +274,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
-            if not config.ray.address:  # if the run uses an existing Ray cluster, its devices are not known yet
+            if not config.ray.address:  # the devices of an existing Ray cluster are not known yet
                 config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
                 config = with_recomputation(config, await asyncio.to_thread(gpu_memory_bytes))
             with view.waiting_for("preflight"):

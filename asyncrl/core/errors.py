@@ -62,8 +62,8 @@ class EngineError(AsyncRLError):
 class EngineLost(EngineError):
     """An inference engine has ended.
 
-    A rollout worker raises this error so that the controller replaces the worker and its engine. If the controller
-    itself raises this error, this does not cause a replacement.
+    If a rollout worker raises this error, the controller replaces the worker and its engine. If the controller itself
+    raises this error, no worker is replaced.
     """
 
 
@@ -118,7 +118,7 @@ class StoreFull(ReplayBufferError):
 
 
 class StoreLost(ReplayBufferError):
-    """A store of the replay buffer has lost a group's trajectories. The sender must send the group again."""
+    """A store of the replay buffer has lost a group's trajectories. The worker must send the group again."""
 
 
 class LeaseExpired(ReplayBufferError):
@@ -138,7 +138,7 @@ class VersionTooNew(ReplayBufferError):
 
 
 class NotLeaseOwner(ReplayBufferError):
-    """A client stores a prompt group, or renews or returns its lease, but the lease belongs to another client."""
+    """A client stores a prompt group, or renews or returns the group's lease, but another client has this lease."""
 
 
 class DeclaredDead(ReplayBufferError):
@@ -192,8 +192,8 @@ def _rank(cause: BaseException) -> int:
 def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Decorate the main function of a command-line program: turn its exceptions into a message and an exit status.
 
-    The status is 1 after an `AsyncRLError`. The status is 2 after a user's mistake (`ValueError`), or after a file
-    could not be read or written (`OSError`). Without an exception, the status is the result of the function.
+    The status is 1 after an `AsyncRLError`. It is 2 after a user's mistake (`ValueError`), or if a file cannot be read
+    or written (`OSError`). If there is no exception, the status is the result of the function.
     """
 
     @wraps(command)
@@ -213,7 +213,8 @@ def check_bounds(section: str, options: object, **bounds: str) -> None:
     Args:
         section: Prefix of the options' names in the message.
         options: Object that has the options as attributes.
-        bounds: Maps each option's name to its bound: ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
+        bounds: Maps the name of each option to a text with the option's bound: ``>= LOW`` or ``> LOW``, then
+            optionally a unit and ``; REMEDY``.
 
     Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
     """

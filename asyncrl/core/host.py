@@ -1,8 +1,8 @@
 """Functions for folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
 
-When ``scancel`` or systemd stops a run, all processes of the run get SIGTERM together. Only the supervisor (the parent
-of the run's main process) handles SIGINT and SIGTERM, to stop the run in order. The main process, the controller,
-blocks both signals, and so do its threads and child processes, including Ray's daemons.
+When ``scancel`` or systemd stops a run, all processes of the run get SIGTERM together. So that the processes end in the
+right order, only the supervisor (the parent of the run's main process) handles SIGINT and SIGTERM. The main process,
+its threads and its child processes, including Ray's daemons, block both signals.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def keep_freed_memory(num_bytes: int) -> None:
     Otherwise, a process that allocates the same tensors in every step waits for zeroed pages in every step.
 
     Args:
-        num_bytes: Largest number of bytes to keep at the end of each heap, in 0..2**31 - 1.
+        num_bytes: Largest number of freed bytes that glibc keeps at the end of each heap, in 0..2**31 - 1.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     options = {
@@ -250,8 +250,8 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 def leave_stop_to_owner() -> None:
     """Block SIGINT and SIGTERM in this thread, and in threads and processes that this thread starts later.
 
-    Then only the supervisor, the owner of the run, handles a stop signal. The function first starts Python's resource
-    tracker, because a later start would unblock both signals (Python < 3.13).
+    So only the supervisor, the owner of the run, handles a stop signal. The function first starts Python's resource
+    tracker, because a later start of the tracker would unblock both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -260,7 +260,8 @@ def leave_stop_to_owner() -> None:
 def keep_stop_blocked() -> None:
     """Keep SIGINT and SIGTERM blocked if this process has inherited a blocked SIGTERM; otherwise do nothing.
 
-    The function calls `leave_stop_to_owner`, because a start of the resource tracker would unblock both signals.
+    The function calls `leave_stop_to_owner`, because Python's resource tracker would unblock both signals if it started
+    later.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         leave_stop_to_owner()
@@ -278,10 +279,10 @@ def release_resource_tracker() -> None:
 
 
 def outlive_stop() -> None:
-    """Ignore SIGTERM in this process. Its child processes still obey SIGTERM and SIGINT.
+    """Ignore SIGTERM in this process, but not in its child processes: SIGTERM and SIGINT still end them.
 
-    The function does not use a signal mask, because subprocesses would inherit the mask. Call the function in the main
-    thread, before other threads start.
+    The function does not use a signal mask, because child processes would inherit the mask. Call the function in the
+    main thread, before other threads start.
     """
     term = {signal.SIGTERM}
     let_through = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, term)
@@ -313,10 +314,11 @@ def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def replace_folder(partial: Path, final: Path) -> None:
-    """Rename the complete folder ``partial`` to ``final``, durably. Delete an earlier folder ``final``.
+    """Rename the complete folder ``partial`` to ``final``, durably. Delete an earlier folder with the name ``final``.
 
-    The earlier folder gets the name ``.NAME.replaced`` first, and is deleted last. So a crash leaves a complete folder.
-    If another process renames the earlier folder back to ``final``, this function renames the earlier folder again.
+    The earlier folder is first renamed to ``.NAME.replaced``, and is deleted last. So at least one complete folder
+    remains after a crash. If another process renames the earlier folder back to ``final``, this function renames it
+    again.
     """
     flush_to_disk(partial)
     replaced = final.with_name(f".{final.name}{REPLACED}")

@@ -66,9 +66,9 @@ def image_part(content: bytes) -> dict[str, Any]:
 
 
 def read_bytes(source: Any, where: str, *, from_files: bool = False) -> bytes:
-    """Return the bytes of an image file, and read the file if ``source`` is a path.
+    """Return the bytes of an image file. If ``source`` is a path, read the file.
 
-    `content_of` describes the arguments and the errors.
+    The arguments and the errors are those of `content_of`.
     """
     content = content_of(source, where, from_files=from_files)
     return content.read_bytes() if isinstance(content, Path) else content
@@ -80,7 +80,7 @@ def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | 
     Args:
         source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``.
         where: Name of the image in error messages.
-        from_files: Whether the source may be a path, relative to the current directory, or a ``file://`` URL.
+        from_files: Whether ``source`` may also be a ``file://`` URL or a path, relative to the current directory.
 
     Raises:
         ValueError: the source has another form.
@@ -105,7 +105,7 @@ def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | 
 
 
 def _path_in(source: str) -> Path | None:
-    """Return ``source``, a path or a ``file://`` URL, as a path if the file exists, else None."""
+    """Return the path in ``source``, a path or a ``file://`` URL. Returns None if there is no such file."""
     path = source.removeprefix("file://")
     if len(path) > 4096 or path.startswith("data:"):
         return None
@@ -116,7 +116,7 @@ def _path_in(source: str) -> Path | None:
 def is_vision_model(model_path: str) -> bool:
     """Return whether the learner can train the vision tower of the model in the folder ``model_path``.
 
-    The answer depends on the model type in the folder's ``config.json``. It is False if that file is missing.
+    The result depends on the model type in the folder's ``config.json``. If this file is missing, the result is False.
     """
     file = Path(model_path, "config.json")
     return file.is_file() and json.loads(file.read_text()).get("model_type") in VISION_FAMILIES
@@ -163,7 +163,7 @@ class ImageReader:
         return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
 
     def num_tokens(self, content: bytes | Path, where: str) -> int:
-        """Return the number of placeholder tokens of an image file in a prompt. Reads only the file's header.
+        """Return the number of placeholder tokens that an image needs in a prompt. Reads only the file's header.
 
         ``content`` is the file's bytes or path. ``where`` names the image in error messages. Raises `ValueError` if
         Pillow cannot read the header, or the image is too large or too narrow.
@@ -310,10 +310,12 @@ def placeholder_ids(model_path: str) -> tuple[int, int]:
 
 
 def load_processor(model_path: str) -> Any:
-    """Load the image processor of the model in a folder. It is the Qwen class of transformers for Pillow and numpy.
+    """Load the image processor of the model in a folder. The processor must be transformers' class for Qwen models.
+
+    The function loads the variant of this class that uses Pillow and numpy, not torch.
 
     Raises:
-        ValueError: the image processor is not Qwen's, or cannot be loaded.
+        ValueError: the image processor is of another class, or cannot be loaded.
     """
     from transformers import AutoImageProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -334,7 +336,7 @@ def load_processor(model_path: str) -> Any:
 
 
 def _size(content: bytes | Path, where: str) -> tuple[int, int]:
-    """Return a pair, the width and the height of an image file. Reads only the file's header."""
+    """Return a pair: the width and the height of an image, in pixels. Reads only the header of the image file."""
     from PIL import Image as Pillow
 
     try:
@@ -344,10 +346,13 @@ def _size(content: bytes | Path, where: str) -> tuple[int, int]:
         what = f"the file {content}, which is" if isinstance(content, Path) else f"{len(content)} bytes, which are"
         raise ValueError(f"{where} is {what} not an image ({error}), expected a file such as PNG or JPEG") from error
     if width * height > MAX_SOURCE_PIXELS:
-        raise ValueError(f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink it")
+        raise ValueError(
+            f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink the image"
+        )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"{where} has {width} × {height} pixels, expected an aspect ratio of at most {MAX_ASPECT_RATIO}; crop it"
+            f"{where} has {width} × {height} pixels, expected an aspect ratio of at most {MAX_ASPECT_RATIO}; crop the "
+            "image"
         )
     return width, height
 

@@ -36,8 +36,8 @@ class Image:
     """One image, resized and cut into patches.
 
     Attributes:
-        pixels: [P, 3 · patch size²] uint8: channels, rows and columns of each patch. P is the product of ``grid``. The
-            patches of one token are adjacent.
+        pixels: [P, 3 · patch size²] uint8. Each row is one patch: its channels, rows and columns. P, the number of
+            patches, is the product of ``grid``. The patches that belong to the same token are adjacent.
         grid: Number of patches in time, height and width. Example: ``(1, 16, 24)``.
         merge_size: Number of patches per token, in height and in width.
         digest: Hexadecimal digest of the image; equal for equal images.
@@ -76,7 +76,7 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
     On all axes, the position of a text token is one more than the largest earlier position. The position of an image
-    token on an axis is its index in the image's grid, plus the position of a text token that replaces the image.
+    token on an axis is its index in the image's grid, plus the position that a text token after the earlier tokens has.
 
     Args:
         start: Position of the first token.
@@ -84,9 +84,9 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
         images: The images of the sequence, in the order of their offsets; they do not overlap.
 
     Returns:
-        A pair: [T, 3] int32 positions in time, height and width, and the position of a token that follows. Example
-        with ``start=5``: a text token, an image of 1 × 2 × 1 merged patches and a text token have the positions
-        (5, 5, 5), (6, 6, 6), (6, 7, 6) and (8, 8, 8). The second value is 9.
+        A pair: the positions in time, height and width, [T, 3] int32; and the position of the token after the
+        sequence. Example with ``start=5``: a text token, an image of 1 × 2 × 1 merged patches and a text token have
+        the positions (5, 5, 5), (6, 6, 6), (6, 7, 6) and (8, 8, 8). The second value is 9.
     """
     positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
     for placed in images:
@@ -108,8 +108,8 @@ class GroupImages:
     Attributes:
         grids: [I, 4] int32: time, height and width in patches, and the merge size.
         pixels: [patches of all images, 3 · patch size²] uint8.
-        first_rows: [I + 1] int64. The model's features of all images have one row per placeholder token. The values
-            are the index of each image's first row, then the number of rows.
+        first_rows: [I + 1] int64. The model computes a matrix with one row (feature) per placeholder token of all
+            images. ``first_rows`` has the index of each image's first row, and then the number of rows.
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
@@ -120,7 +120,7 @@ class GroupImages:
         self.first_rows = np.concatenate(([0], np.cumsum(num_patches // self.grids[:, 3] ** 2)))
 
     def check(self, where: str) -> None:
-        """Check the dtypes and shapes of the columns ``grids`` and ``pixels``. Raise `ValueError` if one is wrong.
+        """Check the dtypes and shapes of ``grids`` and ``pixels``. Raise `ValueError` if one of them is wrong.
 
         ``where`` names the group in the message.
         """
@@ -157,10 +157,10 @@ class GroupImages:
         )
 
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
-        """Return the images in a sequence of T tokens, each with the index of its first token in the sequence.
+        """Return the images in a sequence of T tokens, each with the index of the image's first token in the sequence.
 
-        ``image_rows``: [T] int32. For each placeholder token, it holds the index of the token's merged feature among
-        the features of all images of the group; -1 for text.
+        ``image_rows``: [T] int32. The value of a placeholder token is the index of the token's merged feature among the
+        features of all images of the group. The value of a text token is -1.
         """
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])
@@ -172,9 +172,10 @@ class GroupImages:
 def group_columns(
     lengths: Sequence[int], parents: Sequence[int], images: Sequence[Sequence[PlacedImage]]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Convert the images of a prompt group's turns to columns.
+    """Convert the images of a prompt group's turns to arrays (columns).
 
-    Equal images are stored once. A turn is a sequence of tokens with one origin. Each argument has one entry per turn.
+    Equal images are stored once. A turn is a sequence of tokens that were either all sampled or all given. Each
+    argument has one entry per turn.
 
     Args:
         lengths: Number of tokens of each turn.
@@ -182,7 +183,8 @@ def group_columns(
         images: The images in each turn, with their offsets in the turn.
 
     Returns:
-        Two dicts of arrays: the image columns `GRIDS` and `PIXELS`, and the token columns `IMAGE_ROWS` and `POSITIONS`.
+        A pair of dicts: the arrays `GRIDS` and `PIXELS` of the images, and the arrays `IMAGE_ROWS` and `POSITIONS` of
+        the tokens.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -224,8 +226,8 @@ class PixelFormat:
         temporal_patch_size: Number of video frames per patch. A still image is repeated for each frame.
         merge_size: Number of patches per token, in height and in width.
         mean: Value per color channel that is subtracted from the rescaled pixels.
-        std: Value per color channel by which the difference is divided.
-        rescale: Factor by which the 8-bit pixels are multiplied first. Example: 1/255.
+        std: Divisor per color channel for the pixels after the subtraction of ``mean``.
+        rescale: Factor for the 8-bit pixels before the subtraction of ``mean``. Example: 1/255.
     """
 
     patch_size: int

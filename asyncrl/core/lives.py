@@ -1,10 +1,10 @@
-"""Restarts a component of a run whenever it fails. A *life* of the component lasts from a start to the next failure.
+"""Restarts a component of a run after each failure. A *life* of the component lasts from a start to the next failure.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
 
-Runs use `keep_up` for rollout workers, the buffer server, the stores of trajectories and the learner's ranks. `Faults`
-decides for each of them whether it restarts, and how long the pause is.
+A run calls `keep_up` for each rollout worker, the buffer server, the stores of trajectories and the learner's ranks.
+`Faults` decides whether a component restarts, and how long the pause before the restart is.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Faults:
 
     Args:
         restarts: Largest number of restarts within ``window_s``. After one more fault, the component stays down.
-        window_s: Seconds for which a fault counts; infinity means that it counts until the end of the run.
-        backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
+        window_s: A fault is forgotten after this many seconds; with infinity, no fault is forgotten.
+        backoff_s: Pause before the second restart within ``window_s``. Each further restart doubles the pause.
         longest_backoff_s: Longest pause before a restart.
 
     Attributes:
         restarts: The argument ``restarts``.
-        num_restarts: Number of faults so far after which the component restarts.
+        num_restarts: Number of restarts that `add` has allowed so far.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Faults:
         self._times: deque[float] = deque()
 
     def add(self, now: float) -> float | None:
-        """Record a fault at the time ``now``, in seconds of the same clock for all faults.
+        """Record a fault at the time ``now``, in seconds. All calls must use the same clock.
 
         Returns the seconds to wait before the restart; None if the component must not restart. Example: with
         ``backoff_s`` 1, the results for the first four faults are 0, 1, 2 and 4.
@@ -88,8 +88,8 @@ class Restartable(Protocol):
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
     """Watch a component, and restart it after each failure, until the component has finished.
 
-    A failure is any exception of the component's `begin` or `watch`. If ``has_begun`` is true, the component already
-    runs. Raises the errors of the component's `end`.
+    A failure is any exception that the component's `begin` or `watch` raises. If ``has_begun`` is true, the component
+    already runs, so `begin` is not called at first. Raises the errors of the component's `end`.
     """
     while True:
         try:

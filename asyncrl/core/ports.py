@@ -1,6 +1,6 @@
 """The interfaces between the buffer, the rollout fleet, the learner and the controller, as typing protocols.
 
-With these protocols, the packages of the components need not import each other.
+Because of these protocols, the packages of these components do not import each other.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """The calls of a rollout worker to the replay buffer. The buffer's client sets a deadline for each call.
+    """The calls that a rollout worker makes to the replay buffer. The buffer's client sets a deadline for each call.
 
     Attributes:
-        count_generated: A function that the worker sets. The function returns the number of policy tokens that this
-            worker has generated so far, including tokens of unfinished samples.
+        count_generated: Function that the worker assigns. It returns the number of policy tokens that this worker has
+            generated so far, including tokens of unfinished samples.
     """
 
     count_generated: Callable[[], int]
 
     async def enter(self) -> str:
-        """Connect to the buffer and start heartbeats. Return the worker's name, an argument of `ControlBuffer.bury`."""
+        """Connect to the buffer and start heartbeats. Return the worker's name (see `ControlBuffer.bury`)."""
         ...
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until this worker may generate at least one prompt group; return up to ``max_groups`` leases.
 
         A lease is the right to generate one group. ``engine_version`` is the policy version that the worker's engine
-        serves. If the server's time limit passes before a group is available, the list is empty. Then call this
-        method again.
+        serves. If no group is available before the server's time limit, the list is empty. The worker must then call
+        this method again.
         """
         ...
 
@@ -68,8 +68,8 @@ class RolloutBuffer(Protocol):
             lease: The lease to give up.
             num_tokens: Number of tokens that the policy has generated for the group. The tokens count as dropped.
             reason: Why the tokens are dropped. Example: ``reward``.
-            max_failures: If not 0, this attempt counts as failed, and the buffer drops the group after this many failed
-                attempts.
+            max_failures: If not 0, this attempt counts as failed, and the buffer drops the group after ``max_failures``
+                failed attempts.
 
         Returns:
             True if the buffer has dropped the group.
@@ -77,10 +77,10 @@ class RolloutBuffer(Protocol):
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """Return the unfinished group that was saved for this prompt by `save_progress`; None without such a group.
+        """Return the unfinished group that `save_progress` saved for this prompt; None if there is no such group.
 
-        Call this method once per lease, before the generation. A later `put` or `release` must also count the tokens
-        of the saved group.
+        Call this method once per lease, before the generation. In a later call of `put` or `release`, the number of
+        tokens must include the tokens of the saved group.
         """
         ...
 
@@ -102,10 +102,10 @@ class RolloutBuffer(Protocol):
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
-        """Wait until the buffer names groups of this worker that another worker would finish sooner.
+        """Wait until the buffer asks this worker to give up groups, because another worker would finish them sooner.
 
         Returns a pair per group: group id and attempt number. The worker must save these groups with `save_progress`
-        and give up their leases with `release`. The buffer then leases the groups to a faster worker.
+        and give up their leases with `release`. The buffer then leases the groups to the other worker.
         """
         ...
 
@@ -133,7 +133,7 @@ class RolloutBuffer(Protocol):
 
 
 class WeightLog(Protocol):
-    """The calls with which learner rank 0 reports published weights to the replay buffer. All are thread-safe."""
+    """The calls with which learner rank 0 reports published weights to the replay buffer. All calls are thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
         """Tell the engines that a new policy version is ready, and where to load the version.
@@ -143,7 +143,7 @@ class WeightLog(Protocol):
         ...
 
     def publish_failed(self, reason: str) -> None:
-        """Report that publishing weights failed. Calls that wait for weights then raise `WeightsError`.
+        """Report that publishing weights failed. Pending calls that wait for weights raise `WeightsError`.
 
         ``reason`` is the text of the error.
         """
@@ -151,7 +151,7 @@ class WeightLog(Protocol):
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """The calls of a learner rank to the replay buffer. `buffer.role_clients.SyncBufferClient` implements them."""
+    """The interface of the replay buffer for learner ranks. `buffer.role_clients.SyncBufferClient` implements it."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return prompt groups of a planned batch, in the order of ``group_ids``.
@@ -166,30 +166,30 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """The calls of the controller (the run's main process) to the buffer. Implemented by `buffer.ControlClient`."""
+    """The interface of the buffer for the controller (the run's main process). `buffer.ControlClient` implements it."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full.
 
         The buffer skips a prompt if a prompt with the same group id was queued before.
 
-        With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the previous
-        call with ``wants_outcomes``. These include groups that the option ``buffer.filters`` made the buffer drop.
-        Otherwise the call returns no groups. Without prompts, the call does not wait.
+        If ``wants_outcomes`` is true, the call returns summaries of the groups that workers have finished since the
+        previous such call, including the groups that ``buffer.filters`` dropped. Otherwise the result is empty. If
+        ``prompts`` is empty, the call does not wait.
         """
         ...
 
     async def plan(self, version: int) -> Plan:
-        """Wait until the buffer can choose the batch for learner step ``version``. Return a plan with these groups.
+        """Wait until the buffer has enough groups for the batch of learner step ``version``. Return this batch.
 
         A second call with the same version returns the same plan.
         """
         ...
 
     async def commit(self, version: int) -> BufferStats:
-        """Report that the learner has finished the step on the batch of ``version``. Return the buffer's counts.
+        """Report that the learner has finished learner step ``version``. Return the buffer's counts.
 
-        The learner version is then ``version + 1``. A repeated call has no effect.
+        After this call, the learner version is ``version + 1``. A repeated call has no effect.
         """
         ...
 
@@ -202,7 +202,7 @@ class ControlBuffer(Protocol):
         ...
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
-        """Wait until at least ``num_engines`` engines exist, and all of them serve versions newer than ``after``.
+        """Wait until at least ``num_engines`` engines exist, and all engines serve versions newer than ``after``.
 
         Returns a pair: the oldest policy version that an engine serves, and the longest load time in seconds. Raises
         `WeightsError` if a version could not be published.
@@ -222,8 +222,8 @@ class ControlBuffer(Protocol):
         """Pin at most ``num_engines`` engines to policy version ``version``, until `unpin` or the next `pin`.
 
         Call this before the version is offered. The first engines that request the version are pinned: they get no
-        newer version. The call waits until the set of engines that serve the version differs from ``known``, a set of
-        engine names. It returns the names of the engines that then serve the version.
+        newer version. ``known`` has names of engines. The call waits until the set of engines that serve the version
+        differs from ``known``, and returns the names of these engines.
 
         Raises:
             WeightsGone: no engine serves the version, and the buffer does not offer it.
@@ -232,24 +232,24 @@ class ControlBuffer(Protocol):
         ...
 
     async def unpin(self) -> None:
-        """End the effect of `pin`: offer all engines the newest policy version again."""
+        """Unpin all engines: offer them the newest policy version again."""
         ...
 
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report groups of planned batches whose trajectories are lost, because a store of the buffer restarted.
 
-        The buffer queues the prompts of these groups again, with the reason ``store_lost``. The buffer also plans the
-        affected batches, and all later batches, again.
+        The buffer discards these groups for the reason ``store_lost``, and queues their prompts again. It also discards
+        the batches with these groups and all later batches, so the next calls of `plan` choose these batches again.
         """
         ...
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
         """Tell the buffer that the learner has restarted from a checkpoint of learner version ``version``.
 
-        ``incarnation`` counts these restarts. The buffer no longer offers the old learner's weights to engines. It
-        revokes all leases, and drops finished and unfinished groups with a token of a version after ``version``. The
-        engines get new leases after they load weights of the new learner. The caller must enqueue the prompts of groups
-        that finished after the checkpoint again. A repeated call has no effect.
+        ``incarnation`` is the number of these restarts so far. The buffer no longer offers the old learner's weights to
+        engines. It revokes all leases, and drops finished and unfinished groups that have a token of a version after
+        ``version``. An engine gets new leases after it has loaded weights of the new learner. If a group finished after
+        the checkpoint, the caller must enqueue the group's prompt again. A repeated call has no effect.
         """
         ...
 
@@ -260,17 +260,17 @@ class ControlBuffer(Protocol):
 
         Args:
             version: Learner version of the checkpoint.
-            key: Random name of the checkpoint, the argument of the earlier call of `checkpoint`.
-            tokens_generated: Number of policy tokens that the run generated up to the checkpoint. Tokens that are
-                missing in the restored account count as dropped for the reason ``resume``.
+            key: Random name of the checkpoint, as it was given to `checkpoint`.
+            tokens_generated: Number of policy tokens that the run had generated before the checkpoint. The buffer
+                counts tokens that are missing in its restored account as dropped for the reason ``resume``.
         """
         ...
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> Any:
-        """Write the buffer's state for a checkpoint to ``folder``, an absolute path. Wait until the folder is complete.
+        """Write the buffer's part of a checkpoint to ``folder``, an absolute path. Wait until the folder is complete.
 
-        The batches of all steps before ``version`` must be planned or committed. ``key`` is a random name for the
-        checkpoint. A later call of `resume` needs the same name.
+        All steps before ``version`` must be planned or committed. ``key`` is a random name for the checkpoint. A later
+        call of `resume` needs the same name.
         """
         ...
 
@@ -280,7 +280,7 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """The calls of the controller to the learner's ranks. The ranks execute the calls one after the other, in order.
+    """The calls that the controller makes to the learner's ranks. The ranks execute the calls one after the other.
 
     ``checkpoints`` is the folder of the checkpoints.
     """
@@ -304,8 +304,9 @@ class LearnerPort(Protocol):
     def publish(self, version: int) -> Awaitable[None]:
         """Queue a publish of the weights as policy version ``version``, after all steps that are queued so far.
 
-        The awaitable is done as soon as the ranks have copied the weights; the ranks then compute the next step.
-        The rest of the publish runs in the background. After the publish, engines can load the version.
+        The returned awaitable is done as soon as the ranks have copied the weights. After the copy, the ranks compute
+        the next step, and the rest of the publish runs in the background. After the publish, engines can load the
+        version.
         """
         ...
 
@@ -314,9 +315,9 @@ class LearnerPort(Protocol):
         ...
 
     def step_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start to train the critic on the batch of the latest `step`. Return an awaitable of metrics by name.
+        """Start to train the critic on the batch of the latest call of `step`. Return an awaitable of metrics by name.
 
-        Without a critic, there are no metrics.
+        If the run has no critic, the metrics are empty.
         """
         ...
 
@@ -326,9 +327,9 @@ class LearnerPort(Protocol):
         Args:
             version: Learner version of the weights.
             run: State of the controller, stored in the checkpoint.
-            wait: If true, the awaitable is done only after the checkpoint is complete.
-            parts: Names of folders in the checkpoint that other processes write. The checkpoint is complete only after
-                these folders also exist.
+            wait: If true, the returned awaitable is done only after the ranks have written their files.
+            parts: Names of folders of the checkpoint that other processes write. The checkpoint is not complete before
+                these folders exist.
 
         Returns:
             An awaitable of the checkpoint's path.
@@ -336,7 +337,7 @@ class LearnerPort(Protocol):
         ...
 
     async def withdraw(self) -> Sequence[int]:
-        """Discard the batch that raised `BatchLost`. Wait until the ranks have skipped the calls queued for this batch.
+        """Discard a batch after a `BatchLost`. Wait until the ranks have skipped the queued calls for this batch.
 
         Returns the ids of the groups whose trajectories are lost. Raises `LearnerDiedError` if the ranks cannot
         continue.
@@ -355,7 +356,7 @@ class ColocatedLearnerPort(LearnerPort, Protocol):
         ...
 
     def trainer_mode(self) -> Awaitable[None]:
-        """Move the learner's offloaded tensors back to the devices."""
+        """Move the learner's tensors back to the devices, after `rollout_mode` has moved them off."""
         ...
 
 
@@ -367,7 +368,7 @@ class FleetCounts:
         tokens_generated: Tokens that the engines sampled for training, including the tokens of aborted requests.
         tokens_in_flight: Sampled tokens of groups that workers have neither stored in the buffer nor given up.
         groups_failed: How many attempts to generate a group failed, by reason. Example: ``reward``.
-        tokens_by_engine: ``tokens_generated`` of each current engine, including tokens from before its restarts.
+        tokens_by_engine: Number of generated tokens of each current engine, including tokens before its restarts.
     """
 
     tokens_generated: int
@@ -378,7 +379,7 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """The calls of the controller to the rollout fleet. The engines load new weights without the controller."""
+    """The interface of the rollout fleet for the controller. Engines load new weights without the controller."""
 
     def engines(self) -> Sequence[str]:
         """Return the names of the current engines. Example: ``"0"``."""
@@ -399,8 +400,8 @@ class ColocatedFleetPort(FleetPort, Protocol):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end. Then free the engines' GPU memory until new weights are offered.
 
-        No engine starts before `take_device`. ``incarnation`` counts the learner's restarts from a checkpoint. If
-        ``incarnation`` is not None, the engines later refuse weights that were published before this restart.
+        No engine starts before the next call of `take_device`. ``incarnation`` is the number of restarts of the learner
+        so far. If ``incarnation`` is not None, the engines later refuse weights of earlier incarnations.
         """
         ...
 
@@ -422,7 +423,7 @@ class PromptSource(Protocol):
         ...
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Receive summaries (rewards, lengths) of finished groups. These can change the order of later prompts."""
+        """Receive summaries (rewards, lengths) of finished groups. The summaries can change the order of prompts."""
         ...
 
     def state(self) -> Mapping[str, Any]:

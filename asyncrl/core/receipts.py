@@ -1,6 +1,6 @@
-"""Writes receipts to the run's folder ``receipts/``. A receipt is a JSON line about one `Act` of a process.
+"""Writes receipts to the run's folder ``receipts/``. A receipt is a JSON line about an action (`Act`) of a process.
 
-A process calls `start` once, and then `note` for each act, such as the load of new weights. ``asyncrl audit`` compares
+A process calls `start` once, and then `note` for each action, such as loading new weights. ``asyncrl audit`` compares
 the lines of all processes.
 """
 
@@ -26,14 +26,14 @@ DIGEST_BITS = 62
 
 
 class Act(StrEnum):
-    """The acts of a process that the run records in receipts.
+    """The kinds of actions that processes of a run record in receipts.
 
-    - ``published``: learner rank 0 offers a policy version to the engines. The line has the digest of the manifest.
+    - ``published``: learner rank 0 offers a policy version to the engines. The receipt has the manifest's digest.
     - ``loaded``: an engine has loaded a version, and has checked its bytes against the digests in the manifest.
     - ``sampled``: a rollout worker stores a prompt group with the tokens that its engine has sampled.
     - ``planned``: the controller sends the batch of a learner step to the learner's ranks.
     - ``trained``: a data-parallel rank has finished a learner step on its part of the batch.
-    - ``committed``: the controller counts a learner step as finished.
+    - ``committed``: the controller has recorded that a learner step is finished.
     """
 
     published = "published"
@@ -86,7 +86,7 @@ def note(act: Act, **values: Any) -> None:
 def _append(path: Path, lines: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if (written := os.write(descriptor, lines)) < len(lines):  # remove the partial line, because the disk is full
+        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full: remove the incomplete line
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
@@ -94,7 +94,7 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def counts_of(versions: np.ndarray) -> dict[str, int]:
-    """Count the sampled tokens of each policy version.
+    """Return the number of sampled tokens of each policy version.
 
     The keys of the result are the versions as decimal strings, because keys in JSON are strings.
 

@@ -47,9 +47,9 @@ class ProfileConfig:
     Attributes:
         enabled: Record activities (spans), changing counts (levels) and events of prompt groups (stamps) in the run's
             ``profile/``.
-        advice: After the final step, simulate the run to find one option that would have made the run faster.
-        torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
-        max_file_bytes: Maximum size of the profile of one process. Further records are dropped and counted.
+        advice: After the final step, simulate the run to find an option that would have made the run faster.
+        torch_steps: Learner steps that each rank traces with torch.profiler. Example: ``[10, 11]``.
+        max_file_bytes: Maximum size of the profile of one process. Records above this size are dropped and counted.
         directory: Folder of the profile; the run sets this option to its folder ``profile/``. If empty, nothing is
             recorded.
     """
@@ -67,12 +67,12 @@ class ProfileConfig:
             raise ValueError(f"profile.max_file_bytes must be >= 1048576, got {self.max_file_bytes}; 1 GiB is usual")
         if self.torch_steps and not self.enabled:
             raise ValueError(
-                "profile.torch_steps needs profile.enabled=true, got false; set it to true, or leave torch_steps empty"
+                "profile.torch_steps needs profile.enabled=true, got false; enable it, or leave torch_steps empty"
             )
 
 
 class Pool(StrEnum):
-    """The groups of processes of a run. The header of a process's records names the group of the process."""
+    """The groups of processes of a run. The first record of a process names the group of this process."""
 
     controller = "controller"
     buffer = "buffer"
@@ -90,16 +90,16 @@ class SpanKind(StrEnum):
     step = "step"  # one learner step, from the commit of the previous step (or the start) to the commit of this step
     plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
     dispatched = "dispatched"  # the learner's ranks work on a batch that the controller has sent
-    evaluation = "evaluation"  # a held-out evaluation runs; the engines that answer its prompts record this span too
-    checkpoint = "checkpoint"  # the run saves a checkpoint; ranks that stop computing for the save record this span too
+    evaluation = "evaluation"  # a held-out evaluation runs; engines record this span too, while they answer its prompts
+    checkpoint = "checkpoint"  # the run saves a checkpoint; ranks record this span too, if the save interrupts them
     # An engine records these activities on its row of the timeline, such as ``engine-0``.
     start = "start"  # the engine starts; the span ends after the engine has verified its first weights
     down = "down"  # the engine has failed, is restarting, or is not allowed to serve
     stage = "stage"  # new weights are copied to the engine's host while the engine generates
     pause = "pause"  # the engine does not generate, because it loads new weights
     load_stage = "load_stage"  # one phase of loading weights, on a row ``engine-0/load``; ``cause`` names the phase
-    re_prefill = "re_prefill"  # the engine continues after a pause; the span ends at the next token of a running sample
-    released = "released"  # the learner uses the GPU that it shares with the engine
+    re_prefill = "re_prefill"  # from the end of a pause of the engine until a running sample gets its next token
+    released = "released"  # the engine has released its GPU to the learner, which shares this GPU
     # The controller records the state of a member on the member's row of the timeline, such as ``engine-0/worker``.
     member = "member"  # the member is in the `MemberState` that ``cause`` names
     # A rollout worker records this activity on a row of the timeline such as ``engine-0/reward``.
@@ -108,8 +108,8 @@ class SpanKind(StrEnum):
     # The rank's publisher thread records its activities on a row such as ``learner-0/publish``.
     update = "update"  # the rank computes a learner step
     score = "score"
-    fetch = "fetch"  # the rank waits for its batch; on the row ``learner-0/prepare``, a thread downloads the batch
-    prepare = "prepare"  # a thread fetches and packs the next step's batch, on a row like ``learner-0/prepare``
+    fetch = "fetch"  # the rank waits for its batch; on the row ``learner-0/prepare``: a thread downloads the batch
+    prepare = "prepare"  # on the row ``learner-0/prepare``: a thread fetches and packs the batch of the next step
     forward = "forward"
     backward = "backward"
     optimizer = "optimizer"
@@ -125,18 +125,18 @@ class LevelName(StrEnum):
 
     # The counts from ``capacity`` to ``parked`` are numbers of samples, and are recorded per engine.
     # ``capacity`` is the limit on the samples that the worker gives to the engine at the same time.
-    # The limit applies to the samples in ``running`` and ``parked``, and to single-turn samples in ``tail``.
-    # Their number can exceed the limit after the limit is lowered, or if many environments request turns together.
-    # The limit does not apply to samples in ``settling``, ``tool`` and ``environment``, and to multi-turn episodes in
-    # ``tail``. The profile records these samples only up to the unused capacity: the recorded numbers are reduced until
-    # their sum is at most the unused capacity.
+    # The limit includes the samples in ``running`` and ``parked``, and the single-turn samples in ``tail``.
+    # The number of these samples can exceed the limit: after the limit is lowered, or if many environments request
+    # turns together. The limit does not include samples in ``settling``, ``tool`` and ``environment``, or multi-turn
+    # episodes in ``tail``. The recorded numbers of these other samples can be too small: they are reduced until their
+    # sum is at most the unused capacity.
     capacity = "capacity"  # the largest number of samples that the worker currently gives to the engine
     running = "running"  # number of requests that the engine has not answered yet; each request samples one turn
     tail = "tail"  # number of finished samples whose group has unfinished samples
     settling = "settling"  # number of samples whose group the worker scores, stores or releases
     tool = "tool"  # number of episodes that wait for a tool
     environment = "environment"  # number of episodes that wait for their environment while no tool runs
-    parked = "parked"  # number of unfinished turns without a request: the group waits for weights or leaves the worker
+    parked = "parked"  # number of turns without a request, because their group waits for weights or leaves the worker
     asking = "asking"  # 1 while the worker waits for permission to generate further groups, else 0
     version = "version"  # policy version of the engine; on the timeline's row ``buffer``, policy version of the learner
     # The timeline's row ``buffer`` shows these counts. They are numbers of groups, except ``full`` and ``bytes``.
@@ -168,21 +168,21 @@ class GroupEvent(StrEnum):
 
 
 class Tag(IntEnum):
-    """The type of a record: first item of its msgpack array. Each comment lists the items after the tag."""
+    """The type of a record, which is the first item of the record's array. Each comment lists the other items."""
 
     header = 0  # item: a dict with the keys schema, process, pool, host, pid, clock, started_ns and wall_ns
     open = 1  # a span begins; items: id of the span, lane, kind, start time, version, step, group, cause
     close = 2  # a span ends; items: id of the span, end time
     level = 3  # items: name of the count, lane, time, value
     stamp = 4  # items: event, group id, attempt, lane, time, version, details
-    clock = 5  # items: name of the other clock, time, offset, largest error of the offset
+    clock = 5  # items: name of another clock, time, offset of that clock, largest error of the offset
     dropped = 6  # item: number of records lost since the previous record of this type
 
 
 class OpenSpan:
     """A span (an interval of one activity) that has begun. `close` or the end of a ``with`` block ends the span.
 
-    Further calls of `close` have no effect.
+    After the span has ended, `close` has no effect.
     """
 
     __slots__ = ("_number", "_recorder")
@@ -283,9 +283,9 @@ class Recorder:
             kind: The activity, a `SpanKind`.
             lane: Name of the lane; empty for the process's lane. A name with a leading slash is appended to the
                 name of the process's lane. Example: ``/reward``.
-            version: Related policy version.
-            step: Related learner step.
-            group: Id of the related prompt group.
+            version: Policy version of the activity; -1 for none.
+            step: Learner step of the activity; -1 for none.
+            group: Id of the prompt group of the activity; -1 for none.
             cause: Further detail of the activity. Example: the name of a phase.
             start: Start of the span in monotonic nanoseconds; None for now.
         """
@@ -299,15 +299,15 @@ class Recorder:
     def end_span(self, number: int, end: int | None = None) -> None:
         """Record the end of a span. Users of the recorder call `OpenSpan.close` instead.
 
-        ``number`` identifies the span. A process numbers its spans from 1, in the order of their starts. ``end`` is in
-        monotonic nanoseconds; None means now.
+        ``number`` identifies the span. A process numbers its spans from 1, in the order of their starts. ``end`` is the
+        end time in monotonic nanoseconds; None means now.
         """
         self._add(Tag.close, number, self._clock() if end is None else end)
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
         """Record the new value of a count, such as the number of stored groups. An unchanged value is ignored.
 
-        ``name`` is a `LevelName`. ``lane`` names the process or the part of a process, as in `span`.
+        ``name`` is a `LevelName`. ``lane`` names the process or the part of a process that has this count (see `span`).
         """
         lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):
@@ -321,10 +321,10 @@ class Recorder:
         ``event`` is a `GroupEvent`. ``attempt`` is the number of earlier attempts to generate the group, or -1 for an
         event that belongs to no attempt. ``details`` are values that msgpack can encode. They depend on the event:
 
-        - lease: ``version`` of the engine when the worker gets the lease, ``deadline``: the latest learner version that
-          can train on the group, ``inherited``: number of tokens that an earlier attempt has saved.
-        - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
-          first_token is the first token of this attempt.
+        - lease: ``version`` of the engine when the worker gets the lease; ``deadline``, the latest learner version that
+          can train on the group; ``inherited``, the number of tokens that an earlier attempt has saved.
+        - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. If the group continues an
+          earlier attempt, first_token is the first token of this attempt.
         - stored: ``version`` of the oldest token, ``newest``: version of the newest token, ``learner``: version of the
           learner, ``tokens``: number of sampled tokens, ``prompt_tokens``, ``lengths`` [G] of the responses,
           ``rewards`` [G], ``bytes``.
@@ -398,8 +398,8 @@ def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record spans, counts and events of this process to a file in ``config.directory``.
 
     If the options disable recording, or the folder is not writable, the process records nothing. If the process
-    records already, the running recorder continues. In each case, if ``config.directory`` is set, the function also
-    enables the receipts and the stack files of this process (modules `receipts` and `stacks`).
+    already records, its recorder continues. If ``config.directory`` is set, the function always enables the receipts
+    and the stack files of this process too (modules `receipts` and `stacks`).
     """
     global _recorder
     if config.directory:
@@ -416,7 +416,7 @@ def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
 
 
 def stop() -> None:
-    """Write the queued records and stop recording. Also disable the receipts and the stack files of this process."""
+    """Write the queued records, and stop recording. Also stop the receipts and the stack files of this process."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:

@@ -46,11 +46,11 @@ class Registry(Generic[T]):
         return sorted(self.entries)
 
     def get(self, name: str) -> T:
-        """Return the function or class with this name. If the name contains a Python file or a module, import it.
+        """Return the function or class with this name. The method imports the file or module in the name, if any.
 
         Args:
-            name: A registered name, or ``file.py:name`` or ``module:name``. The text after the colon is a function of
-                the module, or a name that the module registers.
+            name: A registered name, ``file.py:name`` or ``module:name``. The text after the colon is a function of the
+                module, or a name that the module registers.
 
         Raises:
             ValueError: there is no such name, file, module or function.
@@ -67,7 +67,7 @@ class Registry(Generic[T]):
         found: Any = getattr(module, attribute, None) or self.entries.get(attribute)
         if found is None:
             known = sorted(known for known, value in vars(module).items() if callable(value) and known[0] != "_")
-            raise ValueError(f"{self.option}={name}: {place} has no {attribute!r}, only {known}; name one of them")
+            raise ValueError(f"{self.option}={name}: {place} has no {attribute!r}, but has {known}; name one of them")
         if not callable(found):
             raise ValueError(f"{self.option}={name} must name a function, got {found!r}; name a function of {place}")
         return cast(T, found)
@@ -87,9 +87,9 @@ class Registry(Generic[T]):
 
 
 def absolute_name(name: str) -> str:
-    """Make the path in a name ``file.py:function`` absolute, for processes with another working directory.
+    """If ``name`` is ``file.py:function``, return it with an absolute path; otherwise return it unchanged.
 
-    Other names are returned unchanged.
+    So a process with another working directory can also use the name.
     """
     place, colon, attribute = name.rpartition(":")
     return f"{Path(place).expanduser().resolve()}:{attribute}" if colon and place.endswith(".py") else name
@@ -98,8 +98,8 @@ def absolute_name(name: str) -> str:
 def _import_file(path: Path) -> ModuleType:
     """Import a file once per process. The file can import other files of its folder.
 
-    The module has the file's name, so that processes that the file starts with `multiprocessing` can also import the
-    module. If another module has this name, the function adds a hash of the path to the name.
+    The module has the name of the file. So if the file starts processes with `multiprocessing`, these processes can
+    import the module too. If another module has this name, the function adds a hash of the path to the name.
     """
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))

@@ -52,7 +52,7 @@ identities: dict[str, WorkerIdentity] = {}
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Return the values of Ray object references, like ``ray.get``. ``what`` names the results in the error message.
+    """Return the values of Ray object references, as ``ray.get`` does. ``what`` names the results in the error message.
 
     Raises:
         DeadlineError: a result is missing after ``timeout_s`` seconds. The message names the late workers.
@@ -85,13 +85,13 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
     """Await the result of a worker group's call for at most ``timeout_s`` seconds, and return the result.
 
-    ``option`` names the option that sets this deadline, for the message. Time during which this process is stopped
-    (SIGSTOP) does not count.
+    ``option`` names the option that sets this deadline, for the message. While this process is suspended (SIGSTOP), the
+    deadline's time does not run.
 
     Raises:
         DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. If
-            ``pending`` has Ray references (`refs_of`), the message also names the late workers, and ends with the log
-            of the first late worker.
+            ``pending`` has Ray references (`refs_of`), the message also names the late workers, and ends with the last
+            lines of the first late worker's log.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:
@@ -120,7 +120,7 @@ def refs_of(pending: Any) -> list[Any]:
 def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None:
     """Wait up to ``timeout_s`` seconds for Ray results, to find out whether a worker has died.
 
-    Returns the `WorkerDiedError` of the first result that a dead worker should have computed, or None.
+    If so, returns a `WorkerDiedError` for the first result that is lost because of a death. Otherwise returns None.
     """
     import ray
     from ray.exceptions import RayError
@@ -137,10 +137,11 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 
 
 class StepDeadline:
-    """A deadline for repeated calls, such as learner steps. Each kind of call has its own deadline.
+    """The deadlines of repeated calls, such as learner steps. Each kind of call has its own deadline.
 
-    The first call of a kind may take ``limit_s``. Later calls may take ``factor`` times the longest call so far, at
-    least ``floor_s`` and at most ``limit_s``. This rule detects a hanging rank earlier than a fixed deadline.
+    The first call of a kind may take ``limit_s``. Each later call may take ``factor`` times as long as the longest call
+    of this kind so far, but at least ``floor_s`` and at most ``limit_s``. This rule detects a hanging rank earlier than
+    a fixed deadline.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -159,8 +160,8 @@ class StepDeadline:
         """Await and return the result of a call, with the deadline for calls of this kind. Measure the call's duration.
 
         The duration begins when the call was queued (``pending.queued_s``), because callers may await the call much
-        later. If that time is unknown, the duration begins now. The function `within` describes ``what``, ``option``
-        and the `DeadlineError`.
+        later. If ``pending`` has no such time, the duration begins now. See the function `within` for ``what``,
+        ``option`` and the `DeadlineError`.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -172,9 +173,9 @@ class StepDeadline:
 
 
 def translated(error: Exception) -> Exception:
-    """Return a `WorkerDiedError` for an error of Ray that the death of a worker or of a node caused.
+    """If the death of a worker or of a node caused ``error``, return a `WorkerDiedError`. Otherwise return ``error``.
 
-    Other errors are returned unchanged. Errors of a worker that this process does not know are also returned unchanged.
+    Also return ``error`` unchanged if it is about a worker that this process does not know.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
@@ -195,14 +196,14 @@ def raised_in_worker(error: BaseException) -> BaseException:
 
 
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
-    """Return the exception for a worker's death. The message names the worker and ``reason``, and ends with its log."""
+    """Return the exception for a worker's death. The message has the reason and the end of the worker's log."""
     return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")
 
 
 def late_workers(refs: Sequence[Any]) -> str:
-    """Return a text for an error message that names the workers whose results are missing.
+    """Return a text for an error message. It names the workers whose results are missing.
 
-    The text ends with the last lines of the first of these workers' logs. ``refs`` are Ray object references.
+    The text ends with the last lines of the log of the first such worker. ``refs`` are Ray object references.
     """
     import ray
 
@@ -215,7 +216,7 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""`within` counts time in ticks of this many seconds. If the process is suspended, the pause counts as one tick."""
+"""`within` counts time in ticks of this many seconds. If the process is suspended, this time counts as one tick."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -253,9 +254,9 @@ def wait_for_first_end(pids: Sequence[int]) -> int:
 
 
 def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
-    """Return the last ``num_lines`` lines of a log file as one text, or a remark if the file cannot be read.
+    """Return the last ``num_lines`` lines of a log file as one text. If the file cannot be read, the text says so.
 
-    Only the last 16 KiB of the file are read.
+    The function reads only the last 16 KiB of the file.
     """
     try:
         with open(path, "rb") as log:

@@ -1,7 +1,7 @@
 """After a missed deadline, makes the run's processes write the stacks of their threads to files.
 
-The signal SIGUSR2 starts the writing. Its handler is C code (`faulthandler`), so it also runs while a library holds
-the GIL.
+A process writes its stacks when it gets the signal SIGUSR2. The signal handler is C code (`faulthandler`), so it also
+runs while a library holds the GIL.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FOLDER = Path("logs", "stacks")
 """Folder of the stack files, relative to the run's folder. Example of a file for pid 4711: ``learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
-"""Seconds that the processes have to write their stacks. After that, the caller may kill the processes."""
+"""Time limit in seconds for the processes to write their stacks. After this time, the caller may kill the processes."""
 _REST_S = 10.0
-"""A process asks for stacks at most once per this many seconds, because many calls can miss deadlines together."""
+"""Shortest interval in seconds between two requests for stacks, because many calls can miss deadlines together."""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S
@@ -35,8 +35,8 @@ _asked_s = -_REST_S
 def listen(run_dir: Path, process: str) -> None:
     """Make this process write the stacks of all its threads to a file whenever it receives SIGUSR2.
 
-    The file is in the run's folder, ``run_dir``. Its name begins with ``process``. A second call has no effect. If the
-    folder is not writable, the function only logs a warning.
+    The file is in the run's folder, ``run_dir``. The name of the file begins with ``process``. A second call has no
+    effect. If the folder is not writable, the function only logs a warning.
     """
     global _file
     if _file is not None:
@@ -69,8 +69,8 @@ def stop() -> None:
 def missed(message: str, details: str = "") -> DeadlineError:
     """Make all processes of the run on this host write their stacks. Return a `DeadlineError` for a missed deadline.
 
-    The error's message has ``message``, the folder with the stacks, and ``details``. If this process has not called
-    `listen`, the function only returns the error. The processes write stacks at most every 10 s.
+    The text of the error consists of ``message``, the folder with the stacks, and ``details``. If this process has not
+    called `listen`, or asked for stacks less than 10 s ago, the function only returns the error.
     """
     global _asked_s
     if _file is None:
@@ -110,7 +110,7 @@ def _pid_of(path: Path) -> int:
 
 
 def _is_written_by(path: Path, pid: int) -> bool:
-    """Return whether the process ``pid`` has the file open. If not, the id possibly belongs to a new process."""
+    """Return whether the process ``pid`` has the file open. If not, another process may have this id now."""
     with suppress(OSError):
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     return False

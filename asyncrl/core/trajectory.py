@@ -1,8 +1,8 @@
-"""Trajectories as trees of turns, and a prompt group of trajectories as columns.
+"""Trajectories as trees of turns, and prompt groups of trajectories as arrays (columns).
 
 A *turn* is a sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment. Turns
-form a tree: the parent of a turn is the turn before it. A *branch* is the path from a root to a leaf. The smallest tree
-is a prompt and one sampled turn.
+form a tree: the parent of a turn is the turn before this turn. A *branch* is the path from a root to a leaf. The
+smallest tree has two turns: a prompt and one sampled turn.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages, PlacedImage,
 from asyncrl.core.receipts import DIGEST_BITS, token_digest
 from asyncrl.core.types import FinishReason, GroupSummary
 
-SHARED = -1  # trajectory index of the prompt's turn, shared by all trajectories of the group
-ROOT = -1  # parent index of a root turn
+SHARED = -1  # trajectory index of the prompt's turn, which belongs to all trajectories of the group
+ROOT = -1  # parent index of a turn that is the root of a tree
 UNVERSIONED = -1  # version of a token that the policy did not sample
 
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
@@ -110,13 +110,13 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """A path from a root of a tree of turns to a leaf. Its tokens are one input sequence of the policy.
+    """A path from a root of a tree of turns to a leaf. The tokens of the path are one input sequence of the policy.
 
     Attributes:
         trajectory: Index of the trajectory in its group.
         turns: Indices of the turns in the group, from the root to the leaf.
-        trained: The sampled turns that are not in an earlier branch. The loss mask includes only these turns. Empty
-            for ReMax's greedy answer, which is not trained on.
+        trained: The sampled turns that are not in an earlier branch. The loss mask includes only these turns. The set
+            is empty for ReMax's greedy answer, because the learner does not train on this answer.
     """
 
     trajectory: int
@@ -154,7 +154,7 @@ class TrajectoryGroup:
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
         """Convert a prompt's trajectories to a group. ``attempt`` is the number of earlier attempts at the prompt.
 
-        Raises `ValueError` if there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
+        Raises `ValueError` if there is no trajectory, the prompts differ, or a trajectory lacks a turn with a reward.
         """
         if not trajectories:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
@@ -199,11 +199,11 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # cache the summary for `put` now, while the arrays are in the CPU cache
+        _ = group.summary  # compute the summary now, while the arrays are in the CPU cache; `put` uses it later
         return group
 
     def check(self) -> None:
-        """Check the dtypes and lengths of all columns, and that the turns form trees and begin with the prompt.
+        """Check the dtypes and lengths of all columns. Also check that the turns form trees and begin with the prompt.
 
         Raises:
             ValueError: a column or a turn is wrong. The message names the column or turn.
@@ -316,23 +316,23 @@ class TrajectoryGroup:
 
     @cached_property
     def is_baseline(self) -> np.ndarray:
-        """[G] bool. True for ReMax's greedy answer, which is not trained on; False for other trajectories."""
+        """[G] bool. True for ReMax's greedy answer (the learner does not train on it), False for other trajectories."""
         return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
 
     @property
     def policy_versions(self) -> np.ndarray:
         """Policy version of each sampled token, [n] int32, without the tokens of ReMax's greedy answer."""
-        # The prompt's turn has the trajectory index -1 (`SHARED`). This index selects the last value of the array, so
-        # append False: the prompt's turn is not left out.
+        # Append False for the prompt's turn, which is not left out. Its trajectory index is -1 (`SHARED`), and this
+        # index selects the last value of the array.
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All paths from the root of a turn tree to a leaf, for all trajectories. A path is one input of the model.
+        """All paths from a root to a leaf, in the turn trees of all trajectories. A path is one input of the model.
 
-        Each sampled turn is trained in exactly one path. Turns of ReMax's greedy answer are not trained.
+        Each sampled turn is in the loss of exactly one path. Turns of ReMax's greedy answer are in no loss.
         """
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
@@ -367,13 +367,13 @@ class TrajectoryGroup:
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """Return the loss mask of a branch (a path of turns), [T] bool. It is True at tokens in the branch's loss."""
+        """Return the loss mask of a branch (a path of turns), [T] bool: True at the tokens in the branch's loss."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
         """Return the loss mask of each branch: a list of arrays [T] bool, views of one array.
 
-        A mask is True at the tokens that are trained in this branch.
+        A branch is a path of turns. Its mask is True at the tokens that are in the loss of this branch.
         """
         is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
         lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
@@ -395,7 +395,8 @@ class TrajectoryGroup:
     def rewards_along(self, branch: Branch) -> np.ndarray | None:
         """Return the turn rewards for the T tokens of a branch, [T] float32; None if no turn of the group has a reward.
 
-        The reward of a turn that is trained in this branch is at the turn's last token. Other tokens have 0.
+        A branch is a path of turns. If a turn is in the loss of this branch, its reward is at the turn's last token.
+        All other values are 0.
         """
         if "turn_rewards" not in self.turn_columns:
             return None
@@ -420,7 +421,7 @@ class TrajectoryGroup:
     def earned(self) -> list[float]:
         """Reward of each sampled turn, plus the rewards of the tool and environment turns after it, [M] float.
 
-        A turn that was not sampled has the value 0. Its reward is added to the value of its nearest sampled ancestor,
+        The value of a turn that was not sampled is 0: its reward is added to the value of its nearest sampled ancestor,
         if there is one.
         """
         earned = [0.0] * len(self.turns)
@@ -479,7 +480,7 @@ class TrajectoryGroup:
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, int, int, int]]:
-        """The turns as tuples of Python numbers. Reading single rows of the array is ten times slower."""
+        """The turns as tuples of Python numbers. It would be ten times slower to read single rows of the array."""
         return [*_TURN.iter_unpack(self.turns.tobytes())]
 
     @cached_property
@@ -545,7 +546,7 @@ class TrajectoryGroup:
         return any(chain != chains[0] for chain in chains)
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return three tuples of G numbers: tokens after the prompt, tokens of all branches, number of branches.
+        """Return three tuples of G numbers: how many tokens after the prompt, tokens in all branches, and branches.
 
         The second and the third tuple are empty if each trajectory has a single branch.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why the generation of a turn ended. ``unfinished`` occurs only in unfinished groups that a worker has saved."""
+    """The reason why the generation of a turn ended. Only saved groups of a worker have turns with ``unfinished``."""
 
     stop = "stop"
     length = "length"
@@ -34,11 +34,11 @@ class Prompt:
         ground_truth: Expected answer, for the reward function; any msgpack value. Example: ``"54321"``.
         data_source: Name of the task or data set. Example: ``"reverse"``.
         extra: Further values for the reward function, by name.
-        messages: The row's chat messages, in the form of OpenAI's API; empty for a row of plain text without an
-            environment.
+        messages: Chat messages of the prompt, in the form of OpenAI's API; empty if the prompt is plain text and has
+            no environment.
         tools: JSON schemas of the tools that the model may call, in the form of OpenAI's API.
-        environment: Name of the row's own environment; empty for the environment of the run.
-        environment_options: Options of the environment for this row, in addition to the options of the run.
+        environment: Name of the prompt's own environment; empty for the environment of the run.
+        environment_options: Options of the environment for this prompt, in addition to the options of the run.
     """
 
     group_id: int
@@ -106,7 +106,8 @@ class GroupSummary:
             with the prompt in each branch. Empty if every trajectory has a single branch.
         num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is empty.
         num_truncated: Number of trajectories with a turn that reached the length limit, except ReMax's greedy answer.
-        metrics: Pairs of a reported number's name and its mean over the trajectories, except ReMax's greedy answer.
+        metrics: One pair per reported metric: the name, and the mean over all trajectories except ReMax's greedy
+            answer.
         has_unlike_turns: True if turns have rewards, and the trajectories differ in these rewards or have branches.
         digest: `receipts.token_digest` of the tokens that ``num_tokens`` counts.
         num_uses: Number of earlier learner steps that trained on the group.
@@ -181,8 +182,8 @@ class BufferStats:
     Attributes:
         learner_version: Number of finished learner steps.
         groups: Number of groups by state: queued (waits for a worker), leased (a worker generates the group), stored,
-            planned (in a batch), consumed (trained on), dropped. A consumed group that waits for a further use also
-            counts as stored or planned.
+            planned (in a batch), consumed (trained on), dropped. A consumed group that waits for another use is also
+            stored or planned.
         tokens_trained: Policy tokens of consumed groups, once per group.
         tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused groups, by reason.
         tokens_buffered: Policy tokens of stored and planned groups, and of saved unfinished groups.
@@ -256,8 +257,8 @@ class WeightOffer:
         manifest: Path of the manifest (the file that lists the version's tensors), readable by the engine. For a
             streamed version: host and port of learner rank 0. Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
-        num_bytes: Bytes of all tensors; for adapters, including the frozen weights. Loading deadlines depend on this
-            number.
+        num_bytes: Number of bytes of all tensors. With adapters, the number includes the frozen weights. The deadlines
+            of loading depend on this number.
         carrier: How the bytes reach the engine.
         kind: What the version holds. The engine's host turns a delta into a full version before loading.
         base_version: The version that a delta changes; `FROZEN` for adapters, None for a full version.

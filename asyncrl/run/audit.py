@@ -1,6 +1,6 @@
 """The audit of a run. It compares the receipts (records about trained tokens) that the run's processes wrote.
 
-A run that was continued has several lives: one per ``asyncrl train`` process. The audit covers all lives.
+A life is one ``asyncrl train`` process of the run, from start to end. The audit covers all lives.
 
 For every trained token the audit needs these receipts (`asyncrl.core.receipts.Act`):
 
@@ -64,10 +64,10 @@ class LifeReceipts:
             several digests.
         loaded: Digests of the weights that an engine verified, by (engine, version).
         sampled: The engines' receipts for sampled tokens, by group id.
-        trained: The learner ranks' receipts, by step and data-parallel rank. For a repeated step, the newest receipts.
-        committed: The ``planned`` receipts of the finished steps, by step. A step is finished if it has a
-            ``committed`` receipt. It also counts as finished if a later step has one, or if the next life continues
-            from a later checkpoint.
+        trained: The learner ranks' receipts, by step and data-parallel rank. If ranks repeated a step, these are the
+            newest receipts of the step.
+        committed: The ``planned`` receipts of the finished steps, by step. A step is finished if this step or a later
+            step has a ``committed`` receipt, or if the next life continues from a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -92,7 +92,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # a new plan of a step replaces the plans of this step and of later steps
+            case Act.planned:  # forget the older plans of this step and of later steps
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:
@@ -102,7 +102,7 @@ class LifeReceipts:
                 self.committed[step] = self._planned.pop(step, {"groups": []})
 
     def commit_before(self, step: int) -> None:
-        """Count the planned steps before ``step`` as committed, even if there are no receipts of these commits."""
+        """Treat the planned steps before ``step`` as committed, even if they have no ``committed`` receipts."""
         for made in [made for made in self._planned if made < step]:
             self.committed[made] = self._planned.pop(made)
 
@@ -121,9 +121,9 @@ class LifeReceipts:
         return read_options(self.folder, "buffer.max_lag")["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """Return a dict by group id of the groups that the ranks trained on in a step.
+        """Return data of the groups that the ranks trained on in a step, as a dict by group id.
 
-        Each value is a dict with the group's ``attempt`` (number of the attempt that generated the group), ``digest``,
+        Each value is a dict. Its keys are ``attempt`` (number of the attempt that generated the group), ``digest``,
         ``in_loss`` (number of tokens in the loss) and ``versions`` (number of tokens per policy version).
         """
         found: dict[int, dict[str, Any]] = {}
@@ -138,7 +138,7 @@ class LifeReceipts:
 
 @dataclass(kw_only=True)
 class Audit:
-    """The result of an audit: bad receipts, texts about what was compared, and texts about what was not compared."""
+    """The result of an audit: the bad receipts, what was checked, and what could not be checked."""
 
     bad: list[BadReceipt] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
@@ -146,10 +146,9 @@ class Audit:
 
 
 def audited_lives(run_dir: Path) -> list[Life]:
-    """Return the life in ``run_dir`` and the lives that it continues, oldest first.
+    """Return the life (one ``asyncrl train`` process) in ``run_dir``, and the earlier lives of its run, oldest first.
 
-    A life is one ``asyncrl train`` process. Raises `ValueError` if ``run_dir`` is not the folder of a life, or if an
-    earlier life has no ``life.json``.
+    Raises `ValueError` if ``run_dir`` is not the folder of a life, or if an earlier life has no ``life.json``.
     """
     found = lives_until(run_dir)
     if not found:
@@ -157,21 +156,21 @@ def audited_lives(run_dir: Path) -> list[Life]:
     folder, first = found[0]
     if first.resumed:
         raise ValueError(
-            f"{folder} continues {first.resumed}: {first.before} must have its life.json, got none; restore the file"
+            f"{folder} continues {first.resumed}, so {first.before} must have a life.json, got none; restore the file"
         )
     return [life_of(folder, record) for folder, record in found]
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return the lost lives, oldest first.
+    """Return the lost lives, oldest first. A life is one ``asyncrl train`` process. ``lives`` are the audited lives.
 
-    A lost life is another life that continued from a checkpoint of ``lives`` or of a lost life. The steps of a lost
-    life are not part of the audited run. But engines of the lost life may have sampled groups that stayed in the
-    buffer's files on disk. A later life of ``lives`` may have trained on these groups. So the audit needs the receipts
+    A lost life continued from a checkpoint of an audited life or of another lost life, but is not audited itself. The
+    steps of a lost life are not part of the audited run. But its engines may have sampled groups that stayed in the
+    buffer's files on disk, and a later audited life may have trained on these groups. So the audit needs the receipts
     that the engines of the lost life wrote.
 
-    The search covers the folders beside those of ``lives``. A life reads the files of earlier lives when it begins. So
-    a lost life that began after the newest of ``lives`` is left out.
+    The search covers the folders next to those of ``lives``. A life reads the buffer's files when it begins. So a lost
+    life that began after the newest of ``lives`` is left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -185,9 +184,9 @@ def lives_beside(lives: Sequence[Life]) -> list[Life]:
 
 
 def audit(lives: Sequence[Life]) -> Audit:
-    """Compare the receipts (records about trained tokens) that all lives of a run wrote.
+    """Compare the receipts (records about trained tokens) that the processes ``lives`` of a run wrote.
 
-    Returns the contradictions, and what was compared. Raises `ValueError` if a life has no receipts.
+    Raises `ValueError` if a life has no receipts.
     """
     beside = lives_beside(lives)
     by_time = sorted([*lives, *beside], key=lambda life: life.record.began_s)
@@ -196,8 +195,8 @@ def audit(lives: Sequence[Life]) -> Audit:
     for one in own:
         if not (one.folder / FOLDER).is_dir():
             raise ValueError(
-                f"{one.folder / FOLDER} must hold the receipts of this train process, got no such folder; the process "
-                "finished no step, or was of an earlier version of asyncrl"
+                f"{one.folder / FOLDER} must contain the receipts of an asyncrl train process, got no such folder; "
+                "the process finished no step, or it ran with an earlier version of asyncrl"
             )
     for one, after in pairwise(own):
         one.commit_before(after.began_at)
@@ -227,10 +226,10 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Find missing steps, and groups whose uses (steps that trained on the group) are wrong.
+    """Find missing steps, and groups whose uses are wrong. A use is a step that trained on the group.
 
-    The uses of a group are wrong if there are more than ``max_uses``, if a ``planned`` receipt has another count of
-    uses, or if a later use has another attempt or digest.
+    The uses of a group are wrong if a group has more than ``max_uses`` uses, if a ``planned`` receipt has a wrong
+    number of earlier uses, or if two uses of a group have different attempts or digests.
     """
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]

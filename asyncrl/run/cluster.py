@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 # These settings replace defaults of Ray that harm a run.
 # By default, Ray runs its workers with niceness 15, and starts idle workers, which cost time and memory.
-# By default, Ray also waits a minute for a dead control service, and kills the children of a dead worker too early.
+# By default, Ray's processes wait a minute for a new control service (GCS) after the old one has died.
+# By default, Ray also kills the child processes of a dead worker before they can clean up.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -130,8 +131,8 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 def checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Replace the device ``auto`` by ``cpu`` or ``cuda``. Check that the run fits into the cluster that it joined.
 
-    With ``placement.autoscale``, there is no such check, because nodes can join later. The device ``auto`` is then
-    ``cuda`` if any node has a GPU.
+    With ``placement.autoscale``, the check is left out, because more nodes can join the cluster later. In this case,
+    ``auto`` becomes ``cuda`` if any node has a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     if config.placement.num_nodes == 1:
@@ -201,16 +202,17 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
         largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
         raise ValueError(
             f"the placement.num_nodes={config.placement.num_nodes} nodes must have enough CPUs and GPUs for the "
-            "learner ranks, or engines, that the configuration puts on one node; the largest group of them needs "
+            "learner ranks or engines that the configuration puts on one node; the largest set of such ranks or "
+            "engines needs "
             f"{largest}, but the nodes have {have}; lower placement.ranks_per_node or placement.engines_per_node, or "
             "raise placement.num_nodes"
         )
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """Return the CPUs and GPUs that the run needs, as one dict for each group of processes that must share a node.
+    """Return how many CPUs and GPUs the run needs, as one dict for each set of processes that must share a node.
 
-    Such a group has the learner ranks, or the engines, that the configuration puts on one node.
+    Such a set contains either learner ranks or engines.
     """
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
@@ -238,7 +240,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         num_cpus_per_process=cpus,
-        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # other pools share no devices with engines
+        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share devices only with this pool
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,
@@ -265,8 +267,8 @@ def engine_pool(config: RunConfig) -> RayResourcePool:
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
     """Return a Ray resource pool for one engine that joins a running fleet.
 
-    The engine is on the node ``node_id``. If this id is empty, Ray chooses a node. ``full`` has the ids of the nodes
-    that already have the largest allowed number of engines.
+    The pool is on the node ``node_id``. If this id is empty, Ray chooses a node that is not in ``full``. ``full`` has
+    the ids of the nodes that already have the largest allowed number of engines.
     """
     labels = _labels(config, config.placement.engine_labels)
     if node_id:
@@ -287,9 +289,9 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels of the nodes on which Ray may start workers of the run: usually ``labels``.
+    """Return the node labels that Ray requires of a node before it starts the run's workers there.
 
-    If a run with one node joins a cluster, the labels select only the controller's node.
+    The result is ``labels``. But if a run with one node joins a cluster, the result selects the controller's node.
     """
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
@@ -303,10 +305,10 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables of the learner ranks, by name, with settings of torch's GPU allocator.
+    """Return the environment variables of the learner ranks, by name, including settings of torch's GPU allocator.
 
-    Packed batches of different lengths fragment the GPU memory. Expandable segments prevent this. A colocated learner
-    cannot use expandable segments, because it could not release the memory of such segments to the engines.
+    Packed batches of different lengths fragment the GPU memory. Expandable segments of the allocator prevent this
+    fragmentation. But a colocated learner cannot release such segments to the engines, so it does not use them.
     """
     if config.learner.device != "cuda":
         return worker_env(config)
@@ -322,8 +324,8 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Call ``work`` in a thread and return its result.
 
-    After a cancellation, the call waits up to ``timeout_s`` for the thread, because the thread uses Ray and the caller
-    may stop Ray next.
+    If this call is cancelled, it waits up to ``timeout_s`` for the thread to end. The reason: the thread uses Ray, and
+    the caller may stop Ray next.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
@@ -372,9 +374,9 @@ class EnginePlaces:
         return group.execute_rank_async(index, method_name, *args)
 
     async def node_of(self, rank: int, wanted: str = "") -> str:
-        """Wait until Ray has reserved CPUs and GPUs for the worker of a rank. Returns the id of the node.
+        """Wait until Ray has reserved CPUs and GPUs for the worker of a rank. Returns the id of the worker's node.
 
-        If ``wanted`` is not empty, a new reservation is on the node with this id. If a node dies, Ray moves the node's
+        If ``wanted`` is a node id, a new reservation is on this node. If a node dies, Ray moves the node's
         reservations to another node with enough free resources. The wait has no deadline.
         """
         if rank in self._groups or rank < self._num_first:

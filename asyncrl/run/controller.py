@@ -98,7 +98,7 @@ _PIPELINE_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _QueuedStep:
-    """A learner step that the controller has queued on the ranks, and the pending results of its calls."""
+    """A learner step that the controller has queued on the ranks, and the pending results of the step's calls."""
 
     plan: Plan
     plan_wait_s: float
@@ -163,10 +163,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step, and publish the final weights. `stop` ends the training earlier.
+        """Train to the last step, and publish the final weights. A call of `stop` ends the training earlier.
 
-        After a `LearnerDiedError`, call `rewind` and then this method again. After a `BatchLost`, call `replan` and
-        then this method again. Each `AsyncRLError` is raised in an `ExceptionGroup`.
+        After a `LearnerDiedError`, call `rewind` and then `train` again. After a `BatchLost`, call `replan` and then
+        `train` again. Each `AsyncRLError` is raised in an `ExceptionGroup`.
         """
         self._reporter.begin()
 
@@ -192,7 +192,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def stop(self) -> None:
         """End the training early: do not plan another batch.
 
-        `train` then returns after all queued steps are committed and reported.
+        `train` returns as soon as all queued steps are committed and reported.
         """
         self._stopping.set()
         for task in self._beside:
@@ -205,12 +205,12 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def num_steps(self) -> int:
-        """Number of learner steps that this process has finished. A repeated step counts again."""
+        """Number of learner steps that this process has finished. A step that ran twice counts twice."""
         return self._reporter.num_steps
 
     @property
     def has_all_steps(self) -> bool:
-        """True if the last step of the run has been queued on the ranks."""
+        """True if the controller has queued the last step of the run on the ranks."""
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
@@ -244,9 +244,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Make the buffer and this controller go back to a checkpoint.
 
-        ``incarnation`` is the number of restarts of the learner so far. If the checkpoint has steps that the buffer has
-        not committed, the buffer first commits these steps. Returns the ids of the groups that are finished at the
-        checkpoint, as sorted ranges [start, end).
+        ``incarnation`` is the number of restarts of the learner so far. If the checkpoint contains steps that the
+        buffer has not committed, the buffer first commits these steps. Returns the ids of the groups that are finished
+        at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         await self._buffer.rewind(state.version, incarnation=incarnation)
@@ -255,10 +255,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._buffer.finished()
 
     async def replan(self) -> tuple[int, Sequence[int]]:
-        """After a `BatchLost`, let the fleet generate the lost groups again.
+        """Recover from a `BatchLost`: let the fleet generate the lost groups again.
 
-        The next `train` plans the lost step again. Returns the number of the step, and the ids of the lost groups.
-        Raises `LearnerDiedError` if the ranks cannot continue.
+        The next call of `train` plans the step of the lost batch again. Returns a pair: the number of this step, and
+        the ids of the lost groups. Raises `LearnerDiedError` if the ranks cannot continue.
         """
         group_ids = await self._learner.withdraw()
         await self._buffer.lose(group_ids)
@@ -289,8 +289,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def loops(self) -> tuple[Sequence[Loop], Sequence[Loop]]:
         """Return a pair: the loops that make the learner steps, and the loops that run in parallel with the steps.
 
-        The first loops end after the last step of the run, or earlier after `stop`. The second loops end when the
-        engines serve the final version and the last evaluation during training has ended. `stop` cancels these loops.
+        The loops that make the steps end after the last step of the run, or earlier after `stop`. The parallel loops
+        end when the engines serve the final version and the last evaluation during training has ended. `stop` cancels
+        the parallel loops.
         """
 
     async def _follow(self, last: int) -> None:
@@ -344,7 +345,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # `_complete` commits the earlier steps, and then raises the error
+            except BatchLost as lost:  # `_complete` commits the earlier steps, and then raises this `BatchLost`
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -356,7 +357,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 actor=self._learner.step(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.step_critic(plan),  # queue the critic's step after the publish of the weights
+                critic=self._learner.step_critic(plan),  # queue this step after the publish, which is more urgent
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -372,7 +373,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
-                await step.weights  # wait only until the ranks have copied the weights, not until engines can load them
+                await step.weights  # wait until the ranks have copied the weights; engines load them later
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
@@ -399,7 +400,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """The controller for a learner and engines that share devices. They use the devices alternately, engines first."""
+    """The controller for a learner and engines that use the same devices alternately. The engines use them first."""
 
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
     """A trained step that is not reported yet: (its plan, seconds that the loop waited for this plan, its metrics)."""
@@ -421,8 +422,8 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
         """Make the buffer and this controller go back to a checkpoint. Then let the engines free their devices.
 
-        The new ranks need these devices. ``incarnation`` is the number of restarts of the learner so far. Returns the
-        ids of the groups that are finished at the checkpoint, as sorted ranges [start, end).
+        The new learner ranks need these devices. ``incarnation`` is the number of restarts of the learner so far.
+        Returns the ids of the groups that are finished at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         # A step that the checkpoint contains is not repeated. If such a step was not reported yet, report it now.

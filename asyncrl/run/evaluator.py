@@ -1,4 +1,4 @@
-"""Held-out evaluation: engines that serve the same policy version answer the held-out prompts.
+"""Evaluates a policy version: engines that serve this version sample answers to the held-out prompts.
 
 Importing this module does not load Ray or torch.
 """
@@ -24,7 +24,7 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""An engine answers its prompts in about this many calls. With several calls, a slow engine gets fewer prompts."""
+"""Each engine gets its prompts in about this many calls. So a slow engine can get fewer prompts than a fast engine."""
 
 
 class AnsweringFleet(Protocol):
@@ -46,21 +46,21 @@ class AnsweringFleet(Protocol):
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""A function that takes the known pinned engines, waits until the set changes, and returns the new set.
+"""A function that takes the known set of pinned engines, waits until this set changes, and returns the new set.
 
 A pinned engine stays on one policy version until the evaluation of this version ends.
 """
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Return the number of engines for an evaluation during training: the fraction ``share`` of all, at least one."""
+    """Return the number of engines for an evaluation during training: ``share`` * ``num_engines``, at least 1."""
     return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Return the largest number of samples of an evaluation that run at the same time on one engine.
+    """Return how many samples of an evaluation may run at the same time on one engine.
 
-    The number is at least the number of samples of one prompt. The engine is pinned: it stays on the evaluated version.
+    The result is at least the number of samples of one prompt. ``num_engines`` is the number of engines of the fleet.
     """
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
@@ -88,16 +88,16 @@ class HeldOutEvaluator:
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
         """Evaluate ``version`` during training, on engines that stay on this version (pinned engines).
 
-        ``pinned`` is a function whose argument is a set of engines. The function waits until the set of pinned engines
-        differs from this argument, and returns the pinned engines. At most `slots_of_evaluation` samples run on an
-        engine at the same time. Returns None if no answer has a reward, or if the weights no longer exist.
+        ``pinned`` is a function that takes a set of engines. It waits until the set of pinned engines differs from its
+        argument, and returns the pinned engines. At most `slots_of_evaluation` samples run on an engine at the same
+        time. Returns None if no answer has a reward, or if the weights of ``version`` no longer exist.
         """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
         try:
             engines = await pinned(())
-        except WeightsGone as gone:  # the learner has restarted, so the buffer no longer has the version
+        except WeightsGone as gone:  # the learner has restarted, so the buffer no longer offers this version
             logger.warning("evaluation of version %d: %s", version, gone)
             return None
         return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)
@@ -147,7 +147,7 @@ class _Deal:
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        with suppress(WeightsGone):  # no other engine can load the version, because the buffer no longer offers it
+        with suppress(WeightsGone):  # the buffer no longer offers the version, so no more engines can load it
             while True:
                 engines = await pinned(engines)
                 self.join(engines)

@@ -104,8 +104,8 @@ class FleetGroup:
         """Start the first engines, and load the first published weights.
 
         An elastic fleet also begins to start more engines. Raises `DeadlineError` if an engine starts too slowly, or
-        `WorkerDiedError` with the log of a dead worker. At the start, a failed engine is not restarted, because the
-        most likely cause is the configuration.
+        `WorkerDiedError` with the log of a dead worker. An engine that fails during this call is not restarted,
+        because a wrong configuration is the most likely cause.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -121,7 +121,8 @@ class FleetGroup:
 
         Raises:
             EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
-                ``rollout_fleet.min_engines`` are left. An elastic fleet first waits this time for more engines.
+                ``rollout_fleet.min_engines`` are left. If too few are left, an elastic fleet first waits
+                ``rollout_fleet.no_engine_timeout_s`` for more engines.
             AsyncRLError: a worker raised an error of `asyncrl.run.fleet_member.RUN_ERRORS`.
         """
         running: dict[asyncio.Future[None], FleetMember] = {}
@@ -134,8 +135,8 @@ class FleetGroup:
                 if giving_up in done:
                     waited_s = self._config.rollout_fleet.no_engine_timeout_s
                     raise self._too_few(
-                        f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; read the logs "
-                        "for their failures, raise the option, or let other engines join in time"
+                        f"Training waited rollout_fleet.no_engine_timeout_s={waited_s:g} s for engines; read in the "
+                        "logs why engines failed, raise the option, or let other engines join in time"
                     )
                 if arriving in done:
                     member = arriving.result()
@@ -173,10 +174,10 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Show a message when no engine is up any longer, and when an engine is up again.
+        """Show a message when the last engine has gone down, and when an engine is up again.
 
-        Also start or stop the timer that ends the run if there are too few engines. The timer does not run while
-        learner ranks use the engines' devices.
+        Also start or stop the timer that ends the run if the fleet has too few engines for too long. The timer does
+        not run while learner ranks use the engines' devices.
         """
         if not self._has_started:
             return
@@ -199,7 +200,7 @@ class FleetGroup:
 
     @property
     def _left(self) -> list[FleetMember]:
-        """The members that are neither joining nor leaving, and have not failed."""
+        """The members that have joined, are not leaving, and have not failed."""
         away = self._coming.keys() | self._leaving.keys()
         members = (member for rank, member in self._members.items() if rank not in away)
         return [member for member in members if member.member.state is not MemberState.failed]
@@ -219,7 +220,7 @@ class FleetGroup:
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
-        await asyncio.wait(coming)  # if the client disconnects, this wait is cancelled, but the engines still join
+        await asyncio.wait(coming)  # a client that disconnects cancels only this wait; the engines still join
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -227,7 +228,7 @@ class FleetGroup:
             raise MembershipRefused(
                 f"{len(failures)} of {num_engines} engines did not join: "
                 f"{failures[0] or 'cancelled by asyncrl leave or by the end of training'}"
-                + (f" (these did: {joined})" if joined else "")
+                + (f" (rollout workers that joined: {joined})" if joined else "")
             )
         return f"joined: rollout worker {joined}"
 
@@ -299,7 +300,7 @@ class FleetGroup:
 
     def _check_open(self) -> None:
         if not self._has_started:
-            raise MembershipRefused("the run is starting; ask again when its first engines are ready")
+            raise MembershipRefused("the run is starting; repeat the command when the first engines are ready")
         if self._is_closing:
             raise MembershipRefused("the run is ending; start another run")
 
@@ -319,15 +320,15 @@ class FleetGroup:
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups have finished. Then free the GPU memory of all engines.
 
-        No engine starts before `take_device`. ``incarnation`` is the number of restarts of the learner. If it is not
-        None, the engines then refuse weights of earlier incarnations.
+        No engine starts before the next call of `take_device`. ``incarnation`` is the number of restarts of the
+        learner so far. If ``incarnation`` is not None, the engines refuse weights of earlier incarnations from now on.
         """
         self._may_use_devices.clear()
         self._note_change()
         await asyncio.gather(*(member.release_device(incarnation) for member in self._members.values()))
 
     def take_device(self) -> None:
-        """Let engines start again. Call this after the learner has moved its tensors off the devices."""
+        """Let engines use the devices again. Call this after the learner has moved its tensors off the devices."""
         self._may_use_devices.set()
         self._note_change()
 
@@ -354,8 +355,8 @@ class FleetGroup:
     def engines(self) -> list[str]:
         """Return the names of the engines that are in the fleet now. A name is the engine's rank as text.
 
-        The list leaves out engines that have not served yet, are leaving, or have left or failed. It also leaves out an
-        engine whose restart waits for free resources.
+        The list leaves out an engine if it has not served yet, is leaving, has left or has failed. It also leaves out
+        an engine whose restart waits for free resources.
         """
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
@@ -395,7 +396,7 @@ class FleetGroup:
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
     """Carry out a request of ``asyncrl join`` or ``asyncrl leave``, and return the answer for the command.
 
-    If the request fails, this function does not raise. The answer then has the text of the error.
+    If the request fails, this function does not raise. Instead, the answer contains the text of the error.
     """
     try:
         if request.action is Action.describe:
@@ -416,11 +417,11 @@ def _node_id(config: RunConfig, address: str) -> str:
     if address not in nodes:
         raise MembershipRefused(
             f"--node must be the address of a node of the run's Ray cluster ({', '.join(sorted(nodes))}), got "
-            f"{address}; start Ray there first: ray start --address HEAD"
+            f"{address}; start Ray on your node first: ray start --address HEAD"
         )
     if config.placement.num_nodes == 1 and nodes[address] != current_node():
         raise MembershipRefused(
-            f"--node {address} must be the run's node, because placement.num_nodes=1; start the run with more nodes"
+            f"--node {address} must be the run's only node, because placement.num_nodes=1; start a run with more nodes"
         )
     return nodes[address]
 
@@ -488,10 +489,10 @@ def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """Return the options of the fleet, completed with server options that follow from other options of the run.
+    """Return the options of the fleet, with some engine options set according to other options of the run.
 
-    Colocated servers get ``memory_saver``, to release their devices. If prompts have environments, servers get
-    ``tokenizer``, to detect stop texts.
+    Engines that share devices with the learner get ``memory_saver``, so that they can release the devices. If prompts
+    have environments, engines get ``tokenizer``, so that they can detect stop texts.
     """
     fleet = config.rollout_fleet
     own = {"memory_saver": True} if config.placement.colocated else {}

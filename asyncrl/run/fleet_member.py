@@ -1,9 +1,9 @@
 """One member of the fleet: a rollout worker with its engine. If the worker dies or hangs, the member starts a new one.
 
-A member has one worker process at a time. Ray ends a call when the worker answers or dies. After the first failed
-call (a *fault*), the member stops the worker and starts a new one. A call that should return immediately fails
-after ``buffer.request_timeout_s``. Errors that every worker would raise (`RUN_ERRORS`) end the run instead. A restart
-waits for free resources without a deadline. The *epoch* of a member is its number of faults so far.
+A member has one worker process at a time. A call to the worker ends when the worker answers or dies. After the first
+failed call (a *fault*), the member stops the worker and starts a new one. Short calls have the deadline
+``buffer.request_timeout_s``. An error that every worker would raise (`RUN_ERRORS`) is not a fault: it ends the run. A
+restart waits for free resources without a deadline. The *epoch* of a member is its number of faults so far.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLACE_NOTICE_S = 5.0
 START_MARGIN_S = 30.0
 """Seconds added to the engine's start deadline, so that the worker itself reports an engine that starts too slowly."""
 COUNTERS_S = 1.0
-"""Longest time in seconds that `FleetMember.counters` waits for new counters from the worker."""
+"""`FleetMember.counters` waits at most this many seconds for new counters from the worker."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
 """Errors that a new worker would raise too, so a restart cannot help.
 
@@ -119,7 +119,7 @@ class FleetMember:
     def is_there(self) -> bool:
         """True if the member takes part in training: it has begun to serve, and has not left or failed.
 
-        It is False if the member is leaving, or while a restart of the worker waits for free resources.
+        The value is False while the member leaves, and while a restart of the worker waits for free resources.
         """
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
@@ -134,12 +134,12 @@ class FleetMember:
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first published weights. From then on, a dead worker is replaced."""
+        """Wait until the worker has loaded the first published weights. After this call, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Start the worker in a running fleet, with the newest weights. From then on, a dead worker is replaced.
+        """Start the worker in a running fleet, with the newest weights. After this call, a dead worker is replaced.
 
         Args:
             node: Id of the node; empty for any node.
@@ -165,7 +165,7 @@ class FleetMember:
         return found
 
     async def run(self) -> None:
-        """Let the worker generate rollouts until `drain` or `leave`, also after restarts of the worker.
+        """Let the worker generate rollouts until `drain` or `leave` is called. A restarted worker continues.
 
         Raises `EngineLost` if the worker has failed and no restart is allowed.
         """
@@ -225,7 +225,8 @@ class FleetMember:
 
         If the worker is starting, first wait until it has started. A worker that does not free its GPU memory is
         killed. No new worker starts before `MemberParts.may_use_devices` is set. ``incarnation`` is the number of
-        restarts of the learner. If it is not None, the engine then refuses weights of earlier incarnations.
+        restarts of the learner so far. If ``incarnation`` is not None, the engine refuses weights of earlier
+        incarnations from now on.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
@@ -235,7 +236,7 @@ class FleetMember:
         is_watched = self.member.is_serving
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # the worker was starting, so `watch` did not run and `end` does not free the device
+            if not is_watched:  # `watch` did not run while the worker started, so `end` will not free the device
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -249,7 +250,7 @@ class FleetMember:
     async def drain(self) -> FleetCounters:
         """End `run`, and give all groups of the worker back to the buffer. Returns the final counters.
 
-        The worker process does not end, so it can still answer held-out prompts (`answer`).
+        The worker process stays alive, so it can still sample answers to held-out prompts (`answer`).
         """
         while await self._is_up():
             if found := await self._tried(self.member.epoch, self._call("drain")):
@@ -268,7 +269,7 @@ class FleetMember:
     async def leave(self) -> None:
         """Ask the worker to give its running groups back to the buffer, and to end. Wait until the worker has ended.
 
-        `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
+        `counters` still includes the worker's tokens. A worker that dies during this call has left too.
         """
         member, epoch = self.member, self.member.epoch
         member.drain()
@@ -303,9 +304,9 @@ class FleetMember:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a long call. During the wait, poll the worker's counters.
+        """Await the long call ``pending`` to the worker. Meanwhile, poll the worker's counters.
 
-        Raises `DeadlineError` if a poll takes too long.
+        Raises `DeadlineError` if the worker does not answer a poll in time.
         """
         call, worker = asyncio.ensure_future(pending), self._worker
         try:
@@ -360,16 +361,16 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Report ``error`` to `watch`, if the member's number of faults is still ``epoch``."""
+        """Report ``error`` to `watch`, but only if the member's number of faults is still ``epoch``."""
         if self._keeping is not None and self.member.fault(epoch, time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call to the worker, and return its answer as a 1-tuple. Return None if the worker or call fails.
+        """Await a call to the worker, and return the answer as a 1-tuple. Return None if the worker or the call fails.
 
         ``epoch`` is the member's number of faults at the start of the call. If the call fails, `watch` gets the error.
-        Errors of `RUN_ERRORS` are raised instead. Before the first weights are loaded, every error is raised.
+        But this method raises errors of `RUN_ERRORS`. It raises every error while the first weights are not loaded.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -411,7 +412,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # say only the first line: the other lines quote the worker's log
+        self._parts.say(words.partition("\n")[0])  # show only the first line: the other lines quote the worker's log
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
@@ -433,7 +434,7 @@ class FleetMember:
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
                 last = await within(self._call("stop"), timeout_s, self.member.name, option)
-            except Exception as error:  # noqa: BLE001 - after any error, declare the worker dead
+            except Exception as error:  # noqa: BLE001 - the code below declares the worker dead after any error
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
                 self._before.append(await self._closed(last or FleetCounters()))
@@ -444,18 +445,18 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Return the final counters of a stopped worker. ``last`` are its latest known counters.
+        """Return the final counters of a stopped worker. ``last`` are the counters that the worker sent last.
 
-        If tokens of the worker are neither stored nor given back, this method first declares the worker dead in the
-        buffer. The buffer then counts these tokens as lost.
+        If the worker has generated tokens that it has neither stored in the buffer nor given back to the buffer, this
+        method first declares the worker dead in the buffer. Then the buffer counts these tokens as lost.
         """
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
         """Declare the worker dead in the buffer. If the buffer does not answer in time, repeat the request.
 
-        Returns a copy of the counters ``last``. The copy has the buffer's number of generated tokens, because the
-        buffer may have received a later heartbeat of the worker. No tokens are in flight in the copy.
+        Returns a copy of the counters ``last``, with two changes. The number of generated tokens is the buffer's,
+        because the buffer may have received a later heartbeat of the worker. The number of tokens in flight is 0.
         """
         while True:
             try:

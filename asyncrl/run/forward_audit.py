@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A sample of `learner.trajectory_log`. ``step`` and ``life`` name the step and the process that trained on it."""
+    """A sample of `learner.trajectory_log`. The process ``life`` trained on the sample in learner step ``step``."""
 
     life: Life
     step: int
@@ -45,8 +45,8 @@ class StoredSample:
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     """Recompute the log-probs of up to ``count`` stored samples, and add the comparison to ``result``.
 
-    ``lives`` are the processes of the run, which stored the samples. A sample is checked only if the weights of each of
-    its versions still exist, in a checkpoint, in ``snapshots/`` or in the folder of the initial policy.
+    ``lives`` are the processes of the run, which stored the samples. A sample is left out if the weights of one of its
+    versions no longer exist. Weights exist in checkpoints, in ``snapshots/`` and in the folder of the initial policy.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(read_options(life.folder, "model.path")["model"]["path"] for life in lives)]

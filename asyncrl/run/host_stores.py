@@ -98,7 +98,7 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # each node resolves a `host` that is an interface or "*" to its own address
+    except ValueError:  # `host` is "*" or the name of an interface; each node resolves it to its own address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -109,13 +109,13 @@ class HostStores:
     Args:
         control: Client of the buffer; `stop` closes it.
         make: Function that takes the id of a node and the number of a store, and makes a `NodeStore` actor on the node.
-        restarts: Largest number of times that a host's store is replaced.
+        restarts: How often the store of a host may be replaced.
         say: Function that shows a line to the user.
 
     Attributes:
         num_restarts: Number of restarts of store servers so far.
         num_placed: Number of `NodeStore` actors that have been started so far.
-        actors: The running `NodeStore` actors, by the number of their store.
+        actors: The running `NodeStore` actors, by store number.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class HostStores:
         self.num_restarts = self.num_placed = 0
 
     async def watch(self) -> NoReturn:
-        """Start a store on each host with rollout workers. Replace lost stores while restarts are left.
+        """Start a store on each host with rollout workers. Replace lost stores, at most ``restarts`` times per host.
 
-        The groups of a lost store are generated again. Raises `WorkerDiedError` if the last store is lost and no
-        restarts are left.
+        The fleet generates the groups of a lost store again. Raises `WorkerDiedError` if the last store is lost and
+        must not be replaced.
         """
         known: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
@@ -166,7 +166,7 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """The store of a host is lost and is not replaced."""
+    """A lost store is not replaced, because no restarts are left."""
 
 
 class _HostStore:
@@ -196,7 +196,7 @@ class _HostStore:
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Drop the lost store, so that the fleet generates the store's groups again."""
+        """Kill the actor of the lost store, so that the fleet generates the store's groups again."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
@@ -224,8 +224,8 @@ class _HostStore:
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
     """Return a function that makes a `NodeStore` actor in the connected Ray cluster.
 
-    The function takes a node id and the store's number (stores are numbered from 0, in the order of their start).
-    ``config`` has the options of the buffer. ``options`` are the other keyword arguments of `NodeStore`.
+    The returned function takes a node id and the number of the store. Stores are numbered from 0, in the order of their
+    start. ``config`` has the options of the buffer. ``options`` are the other keyword arguments of `NodeStore`.
     """
     actor_class: Any = ray.remote(NodeStore)
     place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}

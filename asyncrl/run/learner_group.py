@@ -1,7 +1,7 @@
-"""The learner, with the controller's interface to it (`LearnerPort`). Each role is a group of Ray workers.
+"""The learner, with the interface that the controller uses (`LearnerPort`). Each role is a group of Ray workers.
 
-Roles are, for example, the actor and the critic. Every call waits for the ranks until a deadline. The call also ends
-if a rank dies.
+Roles are, for example, the actor and the critic. Every call waits for the ranks until a deadline. If a rank dies, the
+call fails earlier.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": Reference
 class LearnerGroup:
     """All roles of the learner. The ranks execute the calls of this object in order.
 
-    Each learner step queues these calls: the scores of reference and critic, the actor's step, the publish of the new
-    weights, and the critic's step. Scores are the reference's log-probs and the critic's values. They go directly from
-    worker to worker, or stay in the process if the roles share it.
+    Each learner step queues these calls: compute the scores (the reference's log-probs and the critic's values), train
+    the actor, publish the new weights, and train the critic. The scores go directly from worker to worker. If the roles
+    share a process, the scores stay in this process.
 
     Attributes:
         checkpoints: The folder of the learner's checkpoints.
@@ -78,20 +78,20 @@ class LearnerGroup:
     roles: RoleGroups
 
     def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
-        """Start the ranks. `init` loads the models."""
+        """Start the ranks, which do not load models before `init` is called."""
         self._config = config
         self._buffer = buffer
         self._paths = paths
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # reserve the devices here, because restarted ranks use the same reservation
+            pool.enter()  # reserve the devices once: ranks that start later use the same reservation
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
-        self._announced: dict[str, Awaitable[Any]] = {}  # holds the newest call of each role's `announce`, by role
+        self._announced: dict[str, Awaitable[Any]] = {}  # maps each role to the newest pending call of its `announce`
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self.roles = RoleGroups(self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths)
@@ -104,9 +104,10 @@ class LearnerGroup:
         await or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until the process of a rank ends, even if no call runs. Then raise `LearnerDiedError`.
+        """Wait until the process of a rank ends, even if no call is pending. Then raise `LearnerDiedError`.
 
-        Pending calls report the death in more detail, so this method first waits `_CALLS_FAIL_S` seconds.
+        Pending calls report the death in more detail. So this method waits `_CALLS_FAIL_S` seconds before it raises, so
+        that such a call can fail first.
         """
         try:
             death: Exception = await self.roles.death()
@@ -122,9 +123,9 @@ class LearnerGroup:
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from the checkpoint of ``version``, and publish this version.
 
-        ``incarnation`` is the number of restarts of the learner so far. The method removes later versions that the
-        previous ranks published. Colocated engines must have freed the devices. They get the devices back after the
-        publish. Raises the errors of `init` and `load`.
+        ``incarnation`` is the number of restarts of the learner so far. The method removes versions after ``version``
+        that the previous ranks published. Colocated engines must have freed the devices. The method leaves these
+        devices free again, after the publish. Raises the errors of `init` and `load`.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -137,9 +138,9 @@ class LearnerGroup:
         await self.finish_publish()
 
     async def scored(self, plan: Plan) -> Plan:
-        """Return the plan (the groups of a step's batch) with the rewards of the reward model.
+        """Return a copy of the plan (the groups of a step's batch) that has the rewards of the reward model.
 
-        If the run has no reward model, return the same plan.
+        If the run has no reward model, return ``plan`` itself.
         """
         if "rm" not in self.roles:
             return plan
@@ -164,8 +165,8 @@ class LearnerGroup:
     def step(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the calls that compute log-probs and values, then the actor's step on the batch.
 
-        Await the result to get the step's metrics. Awaiting raises `AccountError` if the ranks have trained on other
-        tokens than planned.
+        Await the result to get the step's metrics. The await raises `AccountError` if the ranks have trained on other
+        tokens than the tokens of ``plan``.
         """
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self.roles]
@@ -180,9 +181,9 @@ class LearnerGroup:
             planned = sum(group.digest for group in scored) % (1 << DIGEST_BITS)
             if found["digest"] != planned:
                 raise AccountError(
-                    f"the ranks trained step {plan.version} on other tokens than planned: their digest must be "
-                    f"{planned:x}, got {found['digest']:x}; this is a defect of asyncrl; asyncrl audit names the "
-                    "groups of the run's steps, and a resume continues at the newest checkpoint"
+                    f"the ranks trained step {plan.version} on other tokens than planned: the digest of the tokens "
+                    f"must be {planned:x}, got {found['digest']:x}; this is a defect of asyncrl; asyncrl audit names "
+                    "the groups of the run's steps, and a resume continues at the newest checkpoint"
                 )
             metrics = {name: value for name, value in found.items() if name != "digest"}
             return metrics | {"witnessed_tokens": sum(group.num_tokens for group in scored)}
@@ -190,9 +191,9 @@ class LearnerGroup:
         return finish()
 
     def step_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the batch of the latest `step`. Await the result to get the step's metrics.
+        """Queue the critic's step on the batch of the latest call of `step`. Await the result to get the metrics.
 
-        If the run has no critic, nothing is queued, and the result is an empty dict.
+        If the run has no critic, nothing is queued, and the metrics are empty.
         """
         step = self.roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self.roles else None
 
@@ -212,21 +213,21 @@ class LearnerGroup:
         return self._first(self.roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
-        """Wait until the latest published version is offered to the engines."""
+        """Wait until the learner has offered the latest published version to the engines."""
         await self._in_time(self.roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """Queue the publish of ``version``, and free GPU memory for the engines on the same GPUs.
+        """Queue the publish of ``version``, and then free GPU memory for the engines on the same GPUs.
 
-        The roles in the actor's pool move tensors from the GPUs to the host's memory. Await the result to wait until
-        the engines can load the version.
+        To free the memory, the roles in the actor's pool move their tensors to the host's memory. Await the result to
+        wait until the engines can load the version.
         """
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         actor = self.roles["actor"].rollout_mode(version)
         return self._first(actor, f"the turn to rollout at {version}", after=others)
 
     async def trainer_mode(self) -> None:
-        """Move the tensors that `rollout_mode` offloaded back to the devices."""
+        """Move the tensors back to the devices, after `rollout_mode` has moved them to the host's memory."""
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     async def withdraw(self) -> list[int]:
@@ -241,7 +242,7 @@ class LearnerGroup:
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
-        for group in self.roles:  # by now, the ranks have skipped all calls for the lost batch
+        for group in self.roles:  # a rank executes this call after it has skipped all calls for the lost batch
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores, self._announced = (None, {}), {}, {}
@@ -258,9 +259,9 @@ class LearnerGroup:
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
         """Queue a checkpoint of ``version``. Await the result to get the checkpoint's folder.
 
-        ``run`` is the state of the run, which the checkpoint includes. If ``wait`` is true, the result comes only after
-        the ranks have written their files. ``parts`` names the folders that other processes write. The checkpoint is
-        complete when these folders also exist.
+        ``run`` is the state of the run, which the checkpoint includes. If ``wait`` is true, the await ends only after
+        the ranks have written their files. ``parts`` names folders of the checkpoint that other processes write. The
+        checkpoint is not complete before these folders exist.
         """
         critic = []
         if "critic" in self.roles:
@@ -322,19 +323,19 @@ class LearnerGroup:
         return shares[dp_size]
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
-        """Let the ranks prepare the batches of the next calls. The calls must follow in the order of ``roles``."""
+        """Let the ranks prepare their batches for later calls. These calls must come in the order of ``roles``."""
         self._announced |= {role: self.roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the call that computes the scores ``column``, such as ``values``.
+        """Queue the call that computes one kind of scores: ``column``, such as ``values``.
 
-        The steps of actor and critic read the scores. If the processes of these roles compute the scores of their own
-        batches (`RoleGroups.keeps_scores_for`), the processes do not send the scores. No step then awaits the call, so
-        this method appends the call to the list ``unsent``. `step` awaits the calls in ``unsent``, and raises the
-        errors of these calls.
+        The steps of actor and critic read the scores. If each process of these roles computes the scores of its own
+        batch (`RoleGroups.keeps_scores_for`), no process sends scores. In this case, the steps do not await the queued
+        call. So this method appends the call to the list ``unsent``. `step` awaits all calls in this list, and raises
+        their errors.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
@@ -346,10 +347,10 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: the batches, then one list for each column that the role reads.
+        """Return the arguments of a role's step: the batches, then one list per kind of scores that the role reads.
 
-        A column is a kind of scores, such as ``values``. The list of a column has the scores of each batch, or None for
-        each batch if the processes of the role already have the scores.
+        A kind of scores is, for example, ``values``. Each list has the scores of each batch. If the processes of the
+        role already have the scores, each list has None for each batch.
         """
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
@@ -364,7 +365,7 @@ class LearnerGroup:
     ) -> T:
         """Return rank 0's result of the call ``pending``.
 
-        ``after`` holds earlier calls to the ranks. The method awaits these calls first, and raises their errors.
+        ``after`` contains earlier calls to the ranks. The method first awaits these calls, and raises their errors.
         """
         for earlier in after:
             await self._in_time(earlier, what, kind=kind)
@@ -373,8 +374,8 @@ class LearnerGroup:
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
         """Await a call to the ranks until a deadline. Raises the errors of `or_death`.
 
-        The deadline depends on the longest earlier call of this ``kind``. A call without a kind possibly waits for a
-        queued step, so its deadline is twice ``learner.step_timeout_s``.
+        The deadline depends on the longest earlier call of this ``kind``. A call with an empty ``kind`` may have to
+        wait for a queued step, so the deadline of such a call is twice ``learner.step_timeout_s``.
         """
         option = "learner.step_timeout_s"
         if kind:
@@ -390,8 +391,8 @@ async def or_death(result: Awaitable[T], pending: Any) -> T:
     After the death of a rank, calls on other ranks can fail before Ray reports the death. So after a failure, this
     function waits up to `_DEATH_NOTICED_S` seconds for Ray's report of a death.
 
-    Raises `LearnerDiedError` if a rank died, if the ranks missed the deadline, or if Ray itself failed. Otherwise
-    raises the error of the ranks.
+    Raises `LearnerDiedError` if a rank died, if the ranks missed the deadline, or if Ray itself failed. Other errors
+    of the call are raised unchanged.
     """
     try:
         return await result
@@ -404,7 +405,7 @@ async def or_death(result: Awaitable[T], pending: Any) -> T:
     except Exception as fault:
         death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
         if death is None and isinstance(fault, RayError) and not isinstance(fault, RayTaskError):
-            death = fault  # the error is from Ray itself, not from a rank's code
+            death = fault  # Ray itself raised the error, not the code of a rank
         if death is None:
             raise
         raise LearnerDiedError(str(death)) from death
@@ -414,7 +415,7 @@ class AllOf:
     """Pending calls to several worker groups. Awaiting this object awaits all of the calls.
 
     Attributes:
-        futures: Ray's object references of all calls. Error messages use them to name the workers.
+        futures: Ray's object references of all calls. From these references, error messages get the workers' names.
     """
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
@@ -447,7 +448,7 @@ class RoleGroups:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             classes = {role: _worker_class(role, options[role], config, connect_buffer, paths) for role in roles}
             env = learner_env(config)
-            if config.placement.num_nodes == 1:  # ranks on one node find each other through a rendezvous file
+            if config.placement.num_nodes == 1:  # on one node, ranks find each other through a file, not over a port
                 env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
             host = RayWorkerGroup(
                 layout.get_resource_pool(Role.from_string(roles[0])),
@@ -489,7 +490,7 @@ class RoleGroups:
     def keeps_scores_for(self, role: str, reader: str) -> bool:
         """Return whether each process of the role ``reader`` also runs the role ``role`` on the same samples.
 
-        If so, the process already has the scores (log-probs or values) of ``role``, and no process sends the scores.
+        If so, each process already has the scores (log-probs or values) of ``role`` that it needs.
         """
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
@@ -509,8 +510,8 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines serve version u and receive u + 1, the learner makes at most version u + max_lag + 1.
-        # While engines serve version u, the ranks hold the versions from u to u + max_lag + 1.
+        # While engines serve version u and receive version u + 1, the newest version of the learner is at most
+        # u + max_lag + 1. So the ranks hold the versions from u to u + max_lag + 1, for engines to receive.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

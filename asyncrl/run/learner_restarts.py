@@ -1,14 +1,15 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
-Engines and buffer keep running. The ledger (the buffer's record of all groups) returns to the checkpoint's version. It
-also gets the new *incarnation* of the learner: the number of restarts. The policy versions after the checkpoint are
-lost. The ledger stops the generation of running groups, and withdraws the offered weights. If stored groups and saved
-prefixes (the first tokens of unfinished groups) have a token of a lost version, the ledger drops them for the reason
-``rewound``. Engines get groups again after they have loaded the weights of the new ranks. So no token of a lost version
-is ever trained on.
+Engines and buffer keep running. The ledger (the buffer's record of all groups) returns to the checkpoint's version, and
+stores the new *incarnation* of the learner: the number of restarts. The policy versions after the checkpoint are lost.
+The ledger stops the generation of running groups, and withdraws the offered weights. It drops each stored group and
+each saved prefix (the first tokens of an unfinished group) that has a token of a lost version, for the reason
+``rewound``. An engine gets no group before it has loaded the weights of the new ranks. So the learner never trains on a
+token of a lost version.
 
 If a store dies, a batch with groups in that store is lost. No rank has trained on this batch, so the ranks continue,
-and the controller plans the step again. If one step loses more than `MAX_REPLANS` batches, the ranks are restarted.
+and the controller plans the step of this batch again. If this happens more than `MAX_REPLANS` times for the same step,
+the ranks are restarted.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.resume import Resumed
 
 if TYPE_CHECKING:
-    from asyncrl.run.learner_group import LearnerGroup  # this import loads torch and Ray
+    from asyncrl.run.learner_group import LearnerGroup  # only for type checks, because the module loads torch and Ray
 
 AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
 """Errors of `LearnerGroup.begin_again` that are raised unchanged. Any other error becomes a `LearnerDiedError`."""
 MAX_REPLANS = 3
-"""How often a step is planned again after the loss of its batch. After one more loss, the ranks are restarted."""
+"""A step whose batch is lost is planned again at most this many times. After the next loss, the ranks restart."""
 
 
 class LearnerRestarts:
@@ -40,7 +41,7 @@ class LearnerRestarts:
     ``resumed`` is the checkpoint from which the run began. Restarts use ``resumed`` until the run saves a checkpoint.
 
     Attributes:
-        faults: Decides whether the learner restarts. Its ``num_restarts`` is also the learner's incarnation.
+        faults: Object that decides whether the learner restarts. ``faults.num_restarts`` is the learner's incarnation.
         num_replans: Number of lost batches that were planned again so far.
     """
 
@@ -74,7 +75,7 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Run the function ``work``, the argument of `through`. If a batch was lost, run the function again.
+        """Call the function that was given to `through`. If a batch was lost, recover and call the function again.
 
         Other errors of the function are raised.
         """
@@ -86,7 +87,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # Colocated engines have released the devices, so they cannot generate the batch again.
+                # Colocated engines have released the devices to the learner, so they cannot generate the groups again.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
@@ -95,14 +96,14 @@ class LearnerRestarts:
         last, number = self._replans_of
         self._replans_of = version, number + 1 if version == last else 1
         if not group_ids or self._replans_of[1] > MAX_REPLANS:
-            raise LearnerDiedError(f"{lost}; the step was planned again {self._replans_of[1] - 1} times")
+            raise LearnerDiedError(f"{lost}; the run has planned this step again {self._replans_of[1] - 1} times")
         self.num_replans += 1
         self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned again")
 
     def _pause_after(self, death: LearnerDiedError) -> float:
         """Return the seconds to wait before the restart.
 
-        Raises a `LearnerDiedError` with the reason and ``death`` if the learner must not start again.
+        If the learner must not start again, raises a `LearnerDiedError` that contains the reason and ``death``.
         """
         if self.faults.restarts == 0:
             raise death
@@ -119,7 +120,7 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks after a death, and return the seconds to wait before the next ranks start.
+        """Kill the remaining ranks after the death of a rank. Return the seconds to wait before new ranks start.
 
         Raises ``fault`` if the learner did not cause the fault. Raises the errors of `_pause_after`.
         """
@@ -137,7 +138,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Make buffer and controller go back to the newest checkpoint. Start new ranks from this checkpoint."""
-        found = self._newest()  # search again, because a newer checkpoint may be complete now
+        found = self._newest()  # search again, because a newer checkpoint may be complete since `end` searched
         assert found is not None, "the newest checkpoint is never removed"
         finished = await self._controller.rewind(found.state, incarnation=self.faults.num_restarts)
         self._prompts.repeat_unfinished(finished)
@@ -152,9 +153,9 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """Return a `LearnerDiedError` or `BatchLost`: ``fault`` itself, or an error in the exception group ``fault``.
+    """Return ``fault`` if it is a `LearnerDiedError` or `BatchLost`; from an exception group, return such an error.
 
-    Returns None if ``fault`` is another error, or contains another error.
+    Returns None if ``fault`` is an error of another class, or a group with an error of another class.
     """
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:

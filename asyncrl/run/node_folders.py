@@ -1,8 +1,8 @@
 """Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
-The run's folder has the same path on every node. Nodes that see the controller's folder, through a shared file system,
-need no copies. On any other node, a Ray actor reads and writes the node's folder. Each call to an actor has the
-deadline ``ray.start_timeout_s``.
+The run's folder has the same path on every node. A node that sees the controller's folder, through a shared file
+system, needs no copies. On any other node, a Ray actor reads and writes the folder of this node. Each call to an actor
+has the deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ class NodeFolders:
     ) -> None:
         """Store the nodes of the run. Call `open` next.
 
-        ``nodes`` are `NodeFiles` actors by address. ``known`` are the ids of these nodes and of the controller's node.
-        ``make`` is a function for nodes that join later. It takes the id of a node, and returns a pair: the node's
-        address and a new actor on the node.
+        ``nodes`` maps the address of each node to the node's `NodeFiles` actor. ``known`` has the ids of these nodes
+        and of the controller's node. ``make`` is a function for nodes that join later. It takes the id of a node, and
+        returns a pair: the node's address and a new actor on the node.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -191,8 +191,8 @@ class NodeFolders:
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
         # Require room in shared memory for two images (copies of the weights) per host.
-        # With `Carrier.host_stream`, a host needs two images: of the loaded version and of the next version.
-        # With other carriers, each engine needs one image. This method does not know the number of engines per node.
+        # With `Carrier.host_stream`, a host needs two images: one of the loaded version, and one of the next version.
+        # With other carriers, each engine needs one image, but this method does not know how many engines a host has.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -226,7 +226,7 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        # Collect the node's files from their beginning, because the node may have left and joined again.
+        # Forget which files of this node were already copied, because the node may have left and joined again.
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
@@ -246,7 +246,7 @@ class NodeFolders:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
                 raise ValueError(
-                    "engines keep copies of the weights in their host's shared memory, which needs "
+                    "engines keep copies of the weights in their host's shared memory, so each host needs "
                     f"{self._image_bytes >> 20} MiB free, got: {', '.join(small)} MiB; free shared memory on these "
                     "nodes, start their containers with a larger --shm-size, or set weights.transport=file with "
                     "weights.full_every=1 and weights.copy_to_memory=false"
@@ -267,8 +267,8 @@ class NodeFolders:
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
         """Make a folder of files, such as a model, available on the nodes whose addresses are in ``to`` (None: all).
 
-        Returns ``folder`` if all these nodes have the same files there. Otherwise, the method makes copies and returns
-        the path of the copies: ``name`` in the run's folder.
+        Returns ``folder`` if all these nodes already have the same files in ``folder``. Otherwise, the method copies
+        the files to these nodes, and returns the path of the copies: ``name`` in the run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -282,10 +282,9 @@ class NodeFolders:
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make ``folder``, and check that it exists on all nodes whose addresses are in ``by`` (None: all nodes).
+        """Make ``folder``, and check that the nodes whose addresses are in ``by`` (None: all nodes) see this folder.
 
-        Raises `ValueError` if a node does not see the folder. The message names ``option``, the option that set the
-        folder.
+        Raises `ValueError` if a node does not see the folder. ``option`` names the option of the folder in the message.
         """
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
@@ -294,9 +293,10 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy new files and new lines of the folders `COLLECTED` from the other nodes to the controller's node.
+        """Copy the folders `COLLECTED` from the other nodes to the controller's node.
 
-        The method copies only data that is new since the previous call. It skips a node that does not answer.
+        The method copies only files and lines that are new since its previous call. It skips a node that does not
+        answer.
         """
         async with self._collecting:
             for address in list(self.apart):
@@ -313,11 +313,11 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy the last new data from the other nodes, as `collect` does. Then remove the run's folders on these nodes.
+        """Copy the new data from the other nodes, as `collect` does. Then remove the run's folders on these nodes.
 
-        The copy and the removal may take at most `CLOSE_S` seconds per node. The run's folder in shared memory is
-        removed on every other node. The run's folder on disk is removed on the nodes that do not see the controller's
-        folder. The copies of models that `bring` made are also removed.
+        The copy and the removal may take at most `CLOSE_S` seconds per node. On every other node, the run's folder in
+        shared memory is removed. On the nodes that do not see the controller's folder, the run's folder on disk is
+        removed too. The copies of models that `bring` made are also removed.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -361,7 +361,7 @@ class NodeFolders:
         return (await self._ask([address], "sizes", str(self._run_dir), list(parts))).get(address, {})
 
     async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
-        """Append the new bytes of a node's growing file to the controller's copy, or copy a complete file."""
+        """Copy a file of a node to ``path`` on this node. If the file is a growing log, append only its new bytes."""
         grows = path.suffix in APPENDED
         target = path if grows else path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -380,8 +380,7 @@ class NodeFolders:
         if failed := [f"{address}: {reason}" for address, reason in reasons.items() if reason]:
             raise ValueError(
                 f"every node must have a folder {folder}, shared or separate, but these nodes cannot make it: "
-                f"{'; '.join(failed)}; set "
-                "output_dir to a path that every node can write"
+                f"{'; '.join(failed)}; set output_dir to a path that every node can write to"
             )
         for path in (folder / name for name in names):
             size = path.stat().st_size
@@ -390,7 +389,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes, and return a dict of the results by address. Dead nodes are left out."""
+        """Call ``method`` of the nodes' actors. Return a dict of the results by node address, without dead nodes."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"

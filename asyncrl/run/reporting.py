@@ -1,8 +1,8 @@
-"""The reports of a run: a `StepRecord` per learner step, the counts of all tokens at the end, and the display of both.
+"""Makes and shows the reports of a run: a `StepRecord` per learner step, and the counts of all tokens at the end.
 
 If the terminal, a tracker, the dashboard or the planner's advice fails, the run continues. After a step, a thread
-computes how busy learner and engines were. The thread then pauses for 100 times the duration of this computation, to
-use little CPU time.
+computes how busy learner and engines were. To use little CPU time, this thread then sleeps 100 times as long as the
+computation took.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Reporter:
     """Makes a `StepRecord` of each finished learner step, and keeps the data for the summary.
 
     Args:
-        samples_per_prompt: Number of trained samples per group. ReMax's greedy answer does not count.
-        store_bytes: Largest number of bytes of groups in all stores together.
+        samples_per_prompt: Number of trained samples per group, without ReMax's greedy answer.
+        store_bytes: Largest number of bytes of groups that all stores together may hold.
         on_step: Function that is called with each new record.
         version: The policy version that every engine serves at the beginning.
         earlier: The buffer's counts at the start of this process if the process continues a run; None for a new run.
@@ -67,7 +67,7 @@ class Reporter:
 
     Attributes:
         engine_version: Every engine serves this policy version or a later one.
-        num_steps: Number of steps that were recorded in this process. A repeated step counts again.
+        num_steps: Number of steps that this process has recorded. A step that ran twice counts twice.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class Reporter:
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
     def rewind(self, version: int) -> None:
-        """Record that learner and engines return to an earlier version. The totals of time and tokens do not change."""
+        """Record that learner and engines go back to ``version``. The totals of time and tokens stay the same."""
         self._step_span.close()
         self.engine_version = version
 
     def planned(self, plan: Plan) -> None:
         """Write the receipt (a record for ``asyncrl audit``) of a step's batch, before the ranks train on the batch.
 
-        A checkpoint with this step may be complete before the commit, so a receipt at the commit would be too late.
+        A receipt at the commit would be too late, because a checkpoint after this step may be complete earlier.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
@@ -159,10 +159,10 @@ class Reporter:
         )
 
     def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
-        """Return the results of the training, with the token account: what became of the generated tokens.
+        """Return the results of the training, including the token account: what became of the generated tokens.
 
-        ``stats`` and ``counts`` are the final counts of buffer and fleet. Raises `AccountError` if the account does not
-        balance.
+        ``stats`` and ``counts`` are the final counts of buffer and fleet. Raises `AccountError` if some generated
+        tokens are missing in the account.
         """
         earlier = self._earlier
         lags = Counter(stats.lag_histogram)
@@ -252,10 +252,11 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 
 
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
-    """Return the slowest engine's number of new tokens, divided by the median over the engines.
+    """Return the smallest number of new tokens of an engine, divided by the median over the engines.
 
-    ``before`` and ``now`` map engines to their numbers of tokens so far. Engines that are not in ``before`` are left
-    out. With fewer than two engines the result is 1. Example: 100, 100 and 25 new tokens give 0.25.
+    ``before`` and ``now`` map each engine to its total number of tokens at two moments. Engines that are not in
+    ``before`` are left out. With fewer than two engines, the result is 1. Example: engines with 100, 100 and 25 new
+    tokens give 0.25.
     """
     new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
     middle = statistics.median(new) if len(new) > 1 else 0
@@ -265,8 +266,9 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
     """Return the token account of a run: how many tokens it generated, trained, dropped and still has.
 
-    The account includes all lives of the run (its processes). ``num_earlier`` is the number of tokens of earlier lives.
-    ``counts`` has the tokens of this life. Raises `AccountError` if the other numbers do not sum to ``generated``.
+    The account includes all processes of the run. ``num_earlier`` is the number of tokens that earlier processes
+    generated. ``counts`` has the tokens of this process. Raises `AccountError` if the tokens that are trained, dropped,
+    buffered or in flight do not sum to the generated tokens.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,
@@ -381,7 +383,7 @@ class Watching:
         self._stepped.set()
 
     async def last_advice(self) -> None:
-        """Compute advice on the whole run if ``profile.advice`` is on. Call this after training."""
+        """If ``profile.advice`` is on, search for better options, for the run's report. Call this after training."""
         profile = self._config.profile
         is_advised = profile.enabled and profile.advice and not self._config.placement.colocated
         if is_advised and self._num_steps >= MIN_ADVICE_STEPS:
@@ -410,7 +412,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # there is nothing to read, because profile.enabled is false
+            except FileNotFoundError:  # the run has no profile, because profile.enabled is false
                 return
             except Exception:
                 logger.exception("the busy times of learner and engines cannot be read")
@@ -424,8 +426,8 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options. The run's report shows the results as advice and frontier.
 
-    The frontier is the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. If it fails, the
-    function only logs a warning.
+    The frontier is the best throughput for each lag. The simulation runs with niceness 19 for at most 20 s. If the
+    simulation fails, this function only logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

@@ -1,9 +1,9 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v is the state of the run after v learner steps. It has two parts. The ranks write the
-weights and the `RunState`. The buffer writes the ledger (its record of all groups), the stored groups, the prompts and
-the saved first tokens of unfinished groups. So a run that continues keeps the token counts, and knows the finished
-prompts and the age of each token.
+A checkpoint of policy version v is the state of the run after v learner steps. It has two parts. The ranks write one
+part: the weights and the `RunState`. The buffer writes the other part: the ledger (its record of all groups), the
+stored groups, the prompts, and the saved first tokens of unfinished groups. So a run that continues from the checkpoint
+keeps the token counts, and knows the finished prompts and the policy version of each token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from learner.checkpoint_folder import (
 logger = logging.getLogger(__name__)
 
 BUFFER = "buffer"
-"""Name of the folder with the buffer's parts of the checkpoints. It is next to the checkpoints of the ranks."""
+"""Name of the folder with the buffer's parts of the checkpoints. The folder is next to the ranks' checkpoints."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class RunState:
     Attributes:
         version: Learner version: the number of committed learner steps.
         key: Random name of the checkpoint. The ranks' part and the buffer's part have the same key.
-        lineage: Random name of the run. It stays the same if the run is continued.
+        lineage: Random name of the run. If the run is continued, the name stays the same.
         prompts: State of the prompt stream. Its ``position`` is the number of prompts that the stream has handed out.
         tokens_generated: Number of tokens that all engines have generated since the run first began.
         options: The result of `learning_options` at the time of the save: the options that influence learning.
@@ -72,17 +72,17 @@ class RunState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunState:
-        """Make the state from the values of `to_dict`. Raises `ValueError` for other values."""
+        """Make the state from ``values``, a result of `to_dict`. Raises `ValueError` if a key is missing or unknown."""
         names = sorted(cls.__dataclass_fields__)
         if sorted(values) != names:
             raise ValueError(
-                f"a checkpoint to resume must hold {names} of its run, got {sorted(values)}; it was saved by "
-                "another version of asyncrl, or not by a run"
+                f"a checkpoint to resume must hold {names} of its run, got {sorted(values)}; another version of "
+                "asyncrl saved this checkpoint, or it is not the checkpoint of a run"
             )
         return cls(**values)
 
     def changed_options(self, config: RunConfig) -> list[str]:
-        """Return texts about options of ``config`` that differ from the checkpoint's options.
+        """Return one text for each option of ``config`` whose value differs from the checkpoint's value.
 
         Example: ``learner.optimizer.lr was 0.001, is 0.0001``.
         """
@@ -97,7 +97,7 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # drop execution options such as sp_size
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # leave out options such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
@@ -119,7 +119,7 @@ class Resumed:
     Attributes:
         checkpoint: Folder of the checkpoint.
         state: The run's state in the checkpoint.
-        earlier: The buffer's counts at the checkpoint. None until `take_up` sets this value.
+        earlier: The buffer's counts at the checkpoint; None before `take_up` returns them.
     """
 
     checkpoint: Path
@@ -135,8 +135,8 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    The buffer writes its parts of the checkpoints in the background. While the buffer writes `MAX_WRITING` parts, a due
-    checkpoint is postponed to a later step.
+    The buffer writes its parts of the checkpoints in the background. While the buffer still writes its parts of
+    `MAX_WRITING` checkpoints, the next checkpoint is postponed to a later step.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Checkpointer:
     async def requested(self) -> Path:
         """Save a checkpoint with the next learner step. Wait until the save is complete, and return the folder.
 
-        The call returns at the latest at the first commit after the checkpoint is complete. Raises `CheckpointError`
+        After the save is complete, the call may still wait until the next step is committed. Raises `CheckpointError`
         if the run is on several nodes and the options do not say that all nodes share the folder of checkpoints.
         """
         if not self._config.shares_checkpoints:
@@ -192,11 +192,11 @@ class Checkpointer:
             if folder.is_dir() and not missing_parts(folder):
                 self._copied.remove(copied)
                 for request in requests:
-                    if not request.done():  # a request whose client has disconnected is already cancelled
+                    if not request.done():  # if the client has disconnected, the request is already cancelled
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
-        """Queue a checkpoint of ``version`` on the ranks if one is due; otherwise return None.
+        """If a checkpoint is due, queue a checkpoint of ``version`` on the ranks. Otherwise return None.
 
         Await the result to get the checkpoint's folder.
         """
@@ -217,20 +217,20 @@ class Checkpointer:
         return await self.save(version, wait=is_last)
 
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
-        """Queue a checkpoint of ``version``. Call this directly after the update that makes this version.
+        """Queue a checkpoint of ``version``. Call this directly after you have queued the update for this version.
 
-        Await the result to get the checkpoint's folder. If ``wait`` is true, the result comes only after the buffer has
+        Await the result to get the checkpoint's folder. If ``wait`` is true, the await ends only after the buffer has
         written its part.
         """
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
-        # `committed` raises the error of this task. Read the error here, because asyncio logs errors that are not read.
+        # `committed` raises the error of the task `write`. Read the error here too, because asyncio logs unread errors.
         write.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writes.add(write)
         await asyncio.sleep(0)  # let the task `write` send its request before `stats` sends the next request
-        await self._buffer.stats()  # wait until the buffer has counted the tokens of its part of the checkpoint
-        # Save the prompt sampler's state after the sampler has seen all groups that the buffer's part has as finished.
+        await self._buffer.stats()  # the buffer answers after it has counted the tokens of its part of the checkpoint
+        # Give the prompt sampler all groups that are finished in the buffer's part. Then save the sampler's state.
         if self._prompts.wants_outcomes:
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
@@ -244,7 +244,7 @@ class Checkpointer:
         requests, self._requests = self._requests, []
         saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
         copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
-        # Read the error of the task here, because asyncio logs unread errors. A caller of `save` gets the error later.
+        # Read the error of the task `copied` here, because asyncio logs unread errors. The caller gets the error too.
         copied.add_done_callback(lambda done: done.cancelled() or done.exception())
         return copied
 
@@ -262,7 +262,7 @@ class Checkpointer:
     def newest(self, folder: Path) -> Resumed | None:
         """Return the newest complete checkpoint in ``folder`` that this process has saved, or None.
 
-        Other runs possibly save checkpoints into the same folder.
+        The method leaves out checkpoints of other runs, which may save into the same folder.
         """
         for path in reversed(whole_checkpoints(folder)):
             if (state := self._queued.get(int(path.name[1:]))) is None:
@@ -274,15 +274,15 @@ class Checkpointer:
         return None
 
     def rewind(self, version: int) -> None:
-        """Forget the checkpoints after ``version``, because the learner continues from ``version``."""
+        """Forget the checkpoints of versions after ``version``, because the learner goes back to ``version``."""
         self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
     """Return the checkpoint that the option ``checkpoint.resume`` names.
 
-    Returns None for ``never``, or if ``auto`` finds no checkpoint. Raises `ValueError` if the path holds no checkpoint,
-    or if the checkpoint is already at the run's last step.
+    Returns None if the option is ``never``, or if it is ``auto`` and there is no checkpoint. Raises `ValueError` if the
+    option is a path without a checkpoint, or if the checkpoint already has ``total_steps`` steps.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -301,7 +301,7 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
     if progress.version >= config.total_steps:
         raise ValueError(
             f"total_steps must be above the {progress.version} steps of {path} to resume it, got "
-            f"{config.total_steps}; raise it, or set checkpoint.resume=never"
+            f"{config.total_steps}; raise total_steps, or set checkpoint.resume=never"
         )
     return Resumed(checkpoint=path, state=RunState.from_dict(progress.run))
 
@@ -319,12 +319,12 @@ def check_beginning(config: RunConfig) -> None:
     for checkpoint, progress in saved_checkpoints(Path(own)).items() if own else ():
         if is_in_use(shared_folder(Path(progress.life))):
             raise ValueError(
-                f"checkpoint.directory={own} must not be in use, but the run in {progress.life} still saves there; "
-                "stop that run, or name another directory"
+                f"checkpoint.directory={own} must not be in use, but the run in {progress.life} still saves its "
+                "checkpoints in this directory; stop that run, or name another directory"
             )
         if found is None or progress.run.get("lineage", "") != found.state.lineage:
             raise ValueError(
-                f"checkpoint.directory={own} must hold checkpoints of this run alone, got {checkpoint.name} of another "
+                f"checkpoint.directory={own} must hold only checkpoints of this run, got {checkpoint.name} of another "
                 "run; name an empty directory, or continue that run with checkpoint.resume=auto"
             )
     if found is not None or config.buffer.durability is not Durability.disk:
@@ -338,9 +338,9 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Check that all keys in ``folder`` belong to one run. If there is no ``server.json``, check nothing.
+    """Check that all access keys in ``folder`` belong to one run. If there is no ``server.json``, check nothing.
 
-    Raises `ValueError` if the keys are of different runs, because the server would not answer the clients.
+    With keys of different runs, the buffer server would not answer its clients. In this case, raises `ValueError`.
     """
     if not (folder / "server.json").is_file():
         return
@@ -358,9 +358,9 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     """Return options with which the buffer of a resumed run loads its earlier state.
 
     The buffer loads its part of the checkpoint. If the earlier process left a journal (the buffer's log on disk) that
-    includes the checkpoint, the buffer loads the journal instead. A run with a prompt sampler never uses the journal,
-    because the restored sampler possibly chooses other prompts. The function renames the folder of an unused journal.
-    Raises `ValueError` if the checkpoint has no part of the buffer.
+    includes the checkpoint, the buffer loads the journal instead. A run with a prompt sampler does not use the journal,
+    because the sampler may choose other prompts after the checkpoint than before. If the journal is not used, the
+    function renames its folder. Raises `ValueError` if the checkpoint lacks the buffer's part.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -384,9 +384,9 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
     """Make the buffer of a resumed run go back to the run's checkpoint. Call this before learner and engines run.
 
-    The buffer drops groups and saved prefixes (the first tokens of unfinished groups) with a token of a later version.
-    Returns a copy of ``resumed`` with the buffer's counts. In the copy, ``state.tokens_generated`` is the buffer's
-    count of tokens.
+    The buffer drops the groups and the saved prefixes (first tokens of unfinished groups) that have a token of a later
+    version than the checkpoint's. Returns a copy of ``resumed`` with the buffer's counts in ``earlier``. In this copy,
+    ``state.tokens_generated`` is the buffer's count of tokens.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):

@@ -1,7 +1,7 @@
 """One run from start to stop: starts buffer, Ray, learner and fleet, trains, and stops them in reverse order.
 
-The buffer is restarted up to ``buffer.restarts`` times, and the learner's ranks up to ``learner.restarts`` times. The
-next death ends the run.
+The buffer is restarted at most ``buffer.restarts`` times, and the learner's ranks at most ``learner.restarts`` times.
+If one of them dies once more, the run ends.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """One life of a run: one process of ``asyncrl train``, with its own folder."""
+    """One ``asyncrl train`` process, which starts or continues a run. The process has its own folder."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class Run:
         view: TerminalView,
         on_fault: Callable[[BaseException], None],
     ) -> None:
-        """Keep the options, which the caller has checked.
+        """Store the options, which the caller has checked.
 
         ``prompts`` are the training prompts and the held-out prompts. ``warming`` is the warm start, which makes the
-        first policy. If the caller has not begun the warm start, the run begins it. After a fault, the run calls
-        ``on_fault`` before it stops its parts.
+        first policy. If the caller has not begun the warm start, `run` begins it. After a fault, `run` calls
+        ``on_fault`` and then stops the learner, the fleet and the buffer.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -87,7 +87,7 @@ class Run:
         self._part_died = False
 
     async def run(self) -> None:
-        """Start all parts of the run, train, stop the parts, and show the summary.
+        """Start buffer, Ray, learner and fleet, train, stop them, and show the summary.
 
         Raises `ValueError` for a wrong option or file, and `AsyncRLError` for a failure of a process. Errors of a task
         group are in an `ExceptionGroup`.
@@ -125,13 +125,13 @@ class Run:
                 summary = await unless(work, watchers, on_death=partial(setattr, self, "_part_died", True))
             except BaseException as fault:
                 self._on_fault(fault)
-                await self._warming.stop()  # stop the warm start first, because it would slow down the other stops
+                await self._warming.stop()  # stop the warm start first, because it would make the other stops slower
                 raise
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)
 
     def buffer_options(self) -> BufferConfig:
-        """Return the buffer's options. A buffer with a port gets keys. Other buffers get private Unix sockets."""
+        """Return the buffer's options. With a port, they include access keys; without a port, Unix sockets."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if options.host:
@@ -171,7 +171,7 @@ class Run:
         return self._stores
 
     def _start_buffer(self, stack: AsyncExitStack, options: BufferConfig) -> BufferSupervisor:
-        # The buffer's server is killed when the thread that started it ends, so the main thread starts it.
+        # Start the buffer's server in the main thread. Linux kills the server when the thread that started it ends.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
                 BufferSupervisor(
@@ -206,10 +206,10 @@ class Run:
         return await self._train(buffer, learner, fleet)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
-        """Start fleet and learner at the same time, during the warm start.
+        """Start fleet and learner at the same time, while the warm start still runs.
 
-        Engines take the longest to start, so they begin with the weights of ``model.path``. Later they load the weights
-        that the learner publishes. On shared devices the learner starts first.
+        Engines take the longest to start, so they first load the weights of ``model.path``. Later they load the weights
+        that the learner publishes. If fleet and learner share devices, the learner starts before the fleet.
         """
         paths, timeout_s = RunPaths.of(self._config, self._run_dir), self._config.ray.start_timeout_s
 
@@ -227,7 +227,7 @@ class Run:
             await learner.finish_publish()
             return learner
 
-        async with asyncio.TaskGroup() as tasks:  # if the start of learner or fleet fails, cancel the other start
+        async with asyncio.TaskGroup() as tasks:  # if the start of learner or fleet fails, this cancels the other start
             starting, fleet = tasks.create_task(start_and_publish()), tasks.create_task(self._start_fleet(stack, make))
         return starting.result(), fleet.result()
 
@@ -243,7 +243,7 @@ class Run:
 
     async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
         policy = await asyncio.to_thread(policy_path, self._config)
-        if self._config.placement.num_nodes > 1:  # nodes without a shared folder need a copy of the policy
+        if self._config.placement.num_nodes > 1:  # copy the policy to nodes that do not see the controller's folder
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
@@ -259,7 +259,7 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start. If it uses a GPU, wait until it ends, because learner or engines may need this GPU."""
+        """Begin the warm start. If it uses a GPU, wait for its end, because learner or engines may need this GPU."""
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return
@@ -302,7 +302,7 @@ class Run:
         return await training.run()
 
     async def _go_on(self, writer: MetricsWriter, resumed: Resumed) -> None:
-        """Continue the metrics of the earlier lives. If the files are missing, the metrics begin at the checkpoint."""
+        """Continue the metrics of the run's earlier processes. If their files are missing, begin at the checkpoint."""
         folder = history_folder(resumed.checkpoint, read_progress(resumed.checkpoint).life)
         try:
             history = await asyncio.to_thread(read_history, folder, resumed.state.version)

@@ -101,7 +101,7 @@ class RunPaths:
 
 
 def has_begun_training(run_dir: Path) -> bool:
-    """Return whether a run has begun to train. After that, a signal makes the run save a checkpoint."""
+    """Return whether a run has begun to train. A training that gets a stop signal saves a checkpoint before it ends."""
     return (run_dir / "metrics.jsonl").is_file()
 
 
@@ -116,7 +116,8 @@ def shared_folder(run_dir: Path) -> Path:
 def hold_shared_folder(run_dir: Path) -> int | None:
     """Make the run's folder in shared memory, and lock it until this process and all its forks have ended.
 
-    While the folder is locked, other runs do not remove it. A folder that a killed run left here is removed first.
+    While the folder is locked, other runs do not remove it. If a killed run left a folder with this name, the function
+    first removes that folder.
 
     Returns:
         The descriptor that holds the lock; None if shared memory cannot be written.
@@ -131,7 +132,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
         except FileExistsError:
             if _is_swept(folder):
                 continue
-            shutil.rmtree(run_dir)  # the run has not started, so its folder has no results
+            shutil.rmtree(run_dir)  # the run has not started, so its folder on disk has no results
             raise FileExistsError(
                 f"{folder} must not exist before the run, but another process made it; remove the folder, or change "
                 "output_dir"
@@ -254,8 +255,8 @@ def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
 def remove_published(snapshots: Path, *, after: int) -> None:
     """Remove published weights from ``snapshots``: the versions above ``after``, and unfinished versions.
 
-    The learner that published these versions has died. Engines have links to the files that they still read. Example:
-    ``after`` = 4 removes ``v00000005`` and ``.next-7``.
+    The learner that published these versions has died. An engine can still read these files, because it has hard links
+    to them. Example: ``after`` = 4 removes ``v00000005`` and ``.next-7``.
     """
     for path in snapshots.iterdir() if snapshots.is_dir() else ():
         if path.name.startswith(".next-") or (_VERSION.fullmatch(path.name) and int(path.name[1:]) > after):
@@ -293,9 +294,9 @@ def _num_versions(config: RunConfig) -> int:
 
     These versions are:
 
-    - ``keep_snapshots`` versions, or ``max_lag + 2`` if this number is larger, because engines may still load these;
-    - up to ``full_every - 1`` versions before the oldest delta, from the full version on;
-    - one version that is being written, and one that an engine still reads.
+    - ``keep_snapshots`` or ``max_lag + 2`` versions, the larger number, because engines may still load these versions;
+    - up to ``full_every - 1`` older versions, which the oldest of these versions needs if it is a delta;
+    - one version that the learner writes, and one version that an engine still reads.
 
     If hosts keep images (complete copies of the weights), the function adds the number of images plus two. With
     adapters, only the frozen weights count, because adapters are small.

@@ -33,7 +33,7 @@ class SavedCheckpoint:
     Attributes:
         version: Policy version of the checkpoint.
         num_bytes: Size of all parts. A file with several hard links counts once.
-        missing: Names of incomplete parts. If there are any, a run cannot continue from the checkpoint.
+        missing: Names of incomplete parts. A run can continue from the checkpoint only if this list is empty.
     """
 
     path: Path
@@ -89,11 +89,11 @@ def end_life(run_dir: Path, status: int) -> None:
 
 
 def find_runs(folder: Path) -> tuple[list[list[Life]], list[ValueError]]:
-    """Return the runs below a folder, in the order of their start, and the errors of lives with damaged files.
+    """Return a pair: the runs below a folder in the order of their start, and one error per life with damaged files.
 
-    A run is a list of its lives, oldest first. A life is one ``asyncrl train`` process. A life that continues a
-    checkpoint belongs to the run of the checkpoint. Several lives may continue one life. Lives with damaged files are
-    left out.
+    A run is a list of its lives, oldest first. A life is one ``asyncrl train`` process. A life that continues from a
+    checkpoint belongs to the run of the checkpoint. Several lives may continue from checkpoints of the same life. Lives
+    with damaged files are left out.
     """
     lives: list[Life] = []
     damaged: list[ValueError] = []

@@ -30,8 +30,8 @@ _CONNECT_S = 5.0
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
     """Answer requests to the training while the ``async with`` block runs. Do nothing on a host without shared memory.
 
-    ``work`` maps the name of each request to the function that carries it out. The function returns the folder that
-    ``asyncrl checkpoint`` or ``asyncrl keys`` shows to the user.
+    ``work`` maps the name of each request to the function that carries out the request. This function returns the
+    folder that ``asyncrl checkpoint`` or ``asyncrl keys`` shows to the user.
     """
     if not SHARED_MEMORY.is_dir():
         yield
@@ -59,7 +59,7 @@ async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]
 async def _answer(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, work: Mapping[str, Callable[[], Awaitable[Path]]]
 ) -> None:
-    """Answer one request. If the client disconnects, the request is cancelled."""
+    """Answer one request. If the client disconnects before the answer, cancel the request."""
     answer: dict[str, Any] = {"error": "the training ended before the request was done"}
     doing: asyncio.Future[Path] | None = None
     try:

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LATE_S = 60.0
-"""If no learner step finishes for this many seconds, a line says what the run waits for."""
+"""If no learner step finishes for this many seconds, the user gets a line that says what the run waits for."""
 
 
 class Training:
@@ -64,8 +64,8 @@ class Training:
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state of the run when the training begins.
         count_restarts: Function that returns the number of restarts of buffer and stores, for the summary.
-        all_answer: Function that returns whether buffer, stores and Ray still run. If not, a training that is stopped
-            saves nothing.
+        all_answer: Function that returns whether buffer, stores and Ray still run. If one of them does not run, a
+            training that is stopped saves nothing.
     """
 
     def __init__(
@@ -171,12 +171,12 @@ class Training:
             await self._save_policy()
 
     async def tell_late_steps(self) -> None:
-        """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat each time the wait doubles."""
+        """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat this after twice that time."""
         loop = asyncio.get_running_loop()
         self._stepped_s, due_s = loop.time(), LATE_S
         while True:
             late_s = loop.time() - self._stepped_s
-            if late_s < due_s / 2:  # a step has finished in the meantime
+            if late_s < due_s / 2:  # a step has finished since the last check
                 due_s = LATE_S
             if late_s >= due_s:
                 self._view.say(f"no learner step has finished for {late_s:.0f} s: {await self._state()}")
@@ -196,7 +196,7 @@ class Training:
         )
 
     async def _save_policy(self) -> None:
-        """Write the policy into the folder ``policy/``. The folder gets this name when it is complete."""
+        """Write the policy into a folder, and name the folder ``policy/`` when it is complete."""
         unfinished = self._run_dir / ".policy.partial"
         await self._learner.save_policy(unfinished)
         await self._nodes.fetch(unfinished)
@@ -205,8 +205,8 @@ class Training:
     async def save_after_signal(self, training: Awaitable[None], before: Evaluation | None) -> None:
         """After a signal, finish the queued steps. Then save a checkpoint, the policy and the summary.
 
-        Save the checkpoint only if ``checkpoint.at_stop`` is set, all ranks share the folder of checkpoints, and steps
-        remain. Save policy and summary only if this process has finished a step.
+        Save the checkpoint only if ``checkpoint.at_stop`` is set, all ranks share the folder of checkpoints, and the
+        run has steps left. Save policy and summary only if this process has finished a step.
         """
         timeout_s = self._config.save_timeout_s
         self._controller.stop()
@@ -226,7 +226,7 @@ class Training:
                 result = await self._controller.account()
                 overlap = await self.write_report()
         except TimeoutError:
-            self._view.say(f"{doing} took longer than save_timeout_s={timeout_s:g} after the signal; raise it")
+            self._view.say(f"{doing} took longer than save_timeout_s={timeout_s:g} after the signal; raise this option")
         except Exception as error:
             logger.exception("%s failed", doing)
             self._view.say(f"{doing} failed: {root_cause(error)}")
@@ -236,13 +236,13 @@ class Training:
     async def evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
         """Evaluate a policy version on the held-out prompts, and record the result.
 
-        With ``pinned``, first wait until engines serve the version, and evaluate with these engines only. Returns None
-        if evaluations are disabled, or if the version could not be evaluated.
+        If ``pinned`` is given, first wait until engines serve the version, and use only these engines. Returns None if
+        evaluations are disabled, or if the version could not be evaluated.
         """
         if not self._config.evaluation.enabled:
             return None
         if pinned is not None:
-            with suppress(WeightsGone):  # `evaluate_pinned` gets the same error again, and logs it
+            with suppress(WeightsGone):  # ignore the error here: `evaluate_pinned` gets the same error, and logs it
                 await pinned(())  # wait until engines serve the version
         self._view.say(f"evaluating policy version {version} on the held-out prompts")
         evaluator = self._evaluator

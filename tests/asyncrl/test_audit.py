@@ -220,7 +220,7 @@ def test_the_audit_refuses_a_missing_or_damaged_configuration_and_names_it(run, 
     assert main([str(run)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {run}/config.yaml must hold the options of the run as YAML")
-    assert error.endswith("; restore it from a copy\n")
+    assert error.endswith("; restore the file from a copy\n")
     assert error.count("\n") == 1
 
 
@@ -274,7 +274,7 @@ def test_the_audit_refuses_a_folder_without_receipts_or_without_an_earlier_life(
     assert "must be the folder of a run, with life.json" in capsys.readouterr().err
     (run.parent / "1").rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
     assert main([str(run)]) == 2
-    assert "must have its life.json, got none" in capsys.readouterr().err
+    assert "must have a life.json, got none" in capsys.readouterr().err
 
 
 def test_the_digest_of_tokens_depends_on_each_token_its_order_and_its_owner():

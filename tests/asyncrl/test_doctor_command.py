@@ -82,4 +82,4 @@ def test_a_run_that_ended_without_a_summary_is_not_live(run_dir, status, state):
 
 def test_a_folder_that_does_not_belong_to_a_run_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "must be the folder of a run, got no config.yaml there" in capsys.readouterr().err
+    assert "must be the folder of a run, got a folder without config.yaml" in capsys.readouterr().err

@@ -81,8 +81,8 @@ def test_evaluate_warns_about_a_checkpoint_without_a_run(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "needs MODEL_OR_RUN first"),
-        (["data.eval_files=[x]"], "needs MODEL_OR_RUN first"),
+        ([], "needs MODEL_OR_RUN as its first argument"),
+        (["data.eval_files=[x]"], "needs MODEL_OR_RUN as its first argument"),
         (["/nowhere"], "/nowhere must hold a model"),
         (["MODEL", "quickstart=false"], "data.eval_files must name at least one"),
         (["MODEL", "evaluation.samples=3"], "unknown option evaluation.samples"),

@@ -405,7 +405,7 @@ async def test_training_without_engines_continues_after_a_join_or_ends_at_its_de
 async def test_no_engine_joins_or_leaves_before_the_first_engines_are_ready(fleet_of):
     fleet = fleet_of(Workers(), ELASTIC)
     for asked in (fleet.join(1), fleet.leave(0)):
-        with pytest.raises(MembershipRefused, match="the run is starting; ask again"):
+        with pytest.raises(MembershipRefused, match="the run is starting; repeat the command"):
             await asked
 
 

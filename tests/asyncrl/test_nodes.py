@@ -114,7 +114,7 @@ def test_each_node_must_have_room_and_not_only_all_nodes_together():
     with pytest.raises(ValueError, match=r"placement.num_nodes=2 nodes must be in the cluster .*, got 1 \(10.0.0.1\)"):
         check_nodes(on_gpus(), {"10.0.0.1": {"CPU": 64.0, "GPU": 16.0}})
     halves = {f"10.0.0.{number}": {"CPU": 32.0, "GPU": 4.0} for number in range(4)}
-    with pytest.raises(ValueError, match=r"largest group of them needs .*'GPU': 8.0.*lower placement.ranks_per_node"):
+    with pytest.raises(ValueError, match=r"such ranks or engines needs .*'GPU': 8.0.*lower placement.ranks_per_node"):
         check_nodes(on_gpus(), halves)
     check_nodes(on_gpus(ranks_per_node=4), halves)
     with pytest.raises(ValueError, match="asks for 16 GPUs"):

@@ -38,9 +38,9 @@ class Letters:
 
 def test_the_state_of_a_run_survives_json():
     assert RunState.from_dict(json.loads(json.dumps(STATE.to_dict()))) == STATE
-    with pytest.raises(ValueError, match="not by a run"):
+    with pytest.raises(ValueError, match="not the checkpoint of a run"):
         RunState.from_dict({})
-    with pytest.raises(ValueError, match="saved by another version of asyncrl"):
+    with pytest.raises(ValueError, match="another version of asyncrl saved this checkpoint"):
         RunState.from_dict({**STATE.to_dict(), "finished": [[0, 5]], "tokens_trained": 60})
 
 
@@ -215,7 +215,7 @@ def test_after_a_rewind_the_newest_checkpoint_and_all_later_versions_are_kept(tm
 def test_a_checkpoint_folder_of_another_run_is_refused_before_anything_starts(tmp_path):
     kept = tmp_path / "kept"
     theirs = save(kept, 12)
-    with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must hold .* this run alone, got "):
+    with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must hold only checkpoints of this run, got "):
         check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}"))
     other = save(tmp_path / "other", 3, replace(STATE, lineage="another run"))
     with pytest.raises(ValueError, match=r"v00000012 of another run; .* empty directory, or continue"):

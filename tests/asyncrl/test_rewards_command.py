@@ -98,7 +98,7 @@ def test_a_negative_number_of_prompts_is_refused(data, capsys):
         (["x*numeric", "DATA"], "must hold NAME or WEIGHT*NAME"),
         (["numeric", "DATA", "--answers", "cases"], ""),
         (["numeric", "DATA", "--answers", "nowhere"], "nowhere"),
-        (["numeric", "DATA", "data.ground_truth_key=''"], "name their column with --answers"),
+        (["numeric", "DATA", "data.ground_truth_key=''"], "name the column of the responses with --answers"),
         (["numeric", "missing.jsonl"], "missing.jsonl"),
         (["numeric", "DATA", "--samples", "no_run"], "no config.yaml"),
         (["numeric", "DATA", "--samples", "no_run", "seed=1"], "leave them out"),
@@ -169,7 +169,7 @@ def test_samples_of_other_data_are_refused(assets, run_folder, capsys):
         ["try", "exact_match", str(run_folder / "copy.parquet"), "--samples", str(run_folder)]
     )
     assert status == 2
-    assert "must be the file of the run's prompts, got another prompt for group 1" in capsys.readouterr().err
+    assert "must be the file with the run's prompts, but does not have the prompt of group 1" in capsys.readouterr().err
     (run_folder / "samples").rename(run_folder / "elsewhere")
     assert rewards_command.main(["try", "exact_match", str(assets.train), "--samples", str(run_folder)]) == 2
     assert "must have samples (samples/train-v*.parquet), got none" in capsys.readouterr().err

@@ -104,7 +104,7 @@ async def test_a_stopped_run_keeps_checkpoint_policy_summary_and_plot(tmp_path):
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
-        (Learner(seconds=60.0), "policy and summary took longer than save_timeout_s=0.2 after the signal; raise it"),
+        (Learner(seconds=60.0), "policy and summary took longer than save_timeout_s=0.2 after the signal; raise this"),
         (Learner(WorkerDiedError("learner rank 0 died")), "writing policy and summary failed: learner rank 0 died"),
     ],
 )

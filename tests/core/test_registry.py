@@ -64,7 +64,7 @@ def test_a_function_of_a_users_file_is_found(own_file: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["missing", "inside"])
 def test_an_unknown_name_in_a_users_file_lists_the_known_names(own_file: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"own_losses\.py has no '{name}', only .*'bounded'.*'long_name'"):
+    with pytest.raises(ValueError, match=rf"own_losses\.py has no '{name}', but has .*'bounded'.*'long_name'"):
         LOSSES.get(f"{own_file}:{name}")
 
 

@@ -144,7 +144,7 @@ def test_a_run_ends_and_leaves_nothing_when_its_supervisor_is_killed(run):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.loss=own.py:missing", "own.py has no 'missing', only"),
+        ("algorithm.loss=own.py:missing", "own.py has no 'missing', but has"),
         ("algorithm.advantage=absent.py:f", "there is no file"),
         ("algorithm.loss=ppo", "algorithm.loss must be one of ['cispo', 'gspo', 'ppo_clip', 'reinforce']"),
     ],
