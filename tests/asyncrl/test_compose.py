@@ -517,7 +517,7 @@ def test_a_full_disk_under_log_and_terminal_output_does_not_end_the_run():
 def test_a_damaged_configuration_of_a_run_is_refused_by_name(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(
-        ValueError, match=rf"^{tmp_path}/config\.yaml must hold the options of the run.*restore it"
+        ValueError, match=rf"^{tmp_path}/config\.yaml must hold the options of the run.*restore the file"
     ) as got:
         read_config(tmp_path)
     assert "\n" not in str(got.value)
