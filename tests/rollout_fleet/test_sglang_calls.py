@@ -339,7 +339,7 @@ async def test_a_cancelled_load_fails_the_engine(engine, server):
     with pytest.raises(asyncio.CancelledError):
         await loading
     for asked in (engine.wait_failed(), answers_of(engine, 1), engine.release_memory()):
-        with pytest.raises(EngineError, match=r"policy version 1, .* cancelled"):
+        with pytest.raises(EngineError, match=r"policy version 1 was cancelled"):
             await asyncio.wait_for(asked, 5)
 
 
