@@ -81,7 +81,7 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
     """
     smooth = [
         (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
-        for index in range(len(curve) - 1)  # Leave out the last point, because its second neighbor is not measured.
+        for index in range(len(curve) - 1)  # leave out the last point, because its mean would lack the point after it
     ]
     if smooth and smooth[0][1] >= target:
         return smooth[0][0]

@@ -346,7 +346,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
 class _Write:
     """Frames that the journal's thread must write, each with its place (number in the journal).
 
-    ``then`` is called with the frames on disk, or with the error.
+    After the write, the event loop calls ``then``: with ``written``, or with the error if the write failed.
     """
 
     frames: Sequence[tuple[int, Frames]]
@@ -594,7 +594,7 @@ class Journal:
         """Let the journal's thread write frames to the file of large frames.
 
         The thread reads the memory of the frames later, so do not change the frames before ``then`` is called. The
-        event loop calls ``then`` after the write, with the frames on disk or with the error.
+        event loop calls ``then`` after the write: with a `FramesOnDisk`, or with the error if the write failed.
         """
         views = [memoryview(frame) for frame in frames]
 

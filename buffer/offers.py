@@ -346,8 +346,9 @@ class OfferRequests:
             self.receivers.answer(self.answer_receiver)
 
     def answer_evaluator(self, request: Message) -> Answer | None:
-        """Return the answer to `Pin`: the names of the pinned engines. Return None if the controller knows these names.
+        """Return the answer to `Pin`: the names of the pinned engines.
 
+        Return None if the request already has exactly these names (``known``). The request must then wait longer.
         Raises `WeightsGone` if the pinned version is lost (`OfferLog.is_pin_lost`).
         """
         engines = self.log.pinned()

@@ -1,7 +1,7 @@
-"""The operations that the ledger does not decide, their answers, and the pushes.
+"""The operations that are not commands, their answers, and the pushes.
 
-An operation is a request of a client. A push is a message that a server sends without a request. `buffer.commands`
-has the operations that the ledger decides.
+An operation is a request of a client. A command is an operation that the ledger decides and applies; `buffer.commands`
+has the commands. A push is a message that a server sends without a request.
 
 To add an operation, change three files. Define its answer and its record here, the handler ``on_<name>`` in
 `buffer.service`, and a method that sends the operation in `buffer.role_clients`. The ledger's server itself sends some

@@ -80,7 +80,7 @@ class RunningGroup:
 
     Attributes:
         began: Time when the worker got the group.
-        engine_version: u, a policy version. No token of the group has an older version.
+        engine_version: A policy version. No token of the group has an older version.
         deadline: The last learner version that may consume the group.
         num_before: Number of tokens of the longest sample when the worker got the group; None if unknown.
         num_saved: Number of tokens of the longest sample in the latest saved prefix.
@@ -377,7 +377,7 @@ class WorkerPaces:
         """Schedule the next check of a worker: has the worker become slow?
 
         The first check is due when the worker has ended no group for twice the duration of its longest group. If the
-        worker still ends no group, the time without an ended group doubles from each check to the next.
+        worker still ends no group, each later check is due twice as long after ``since`` as the check before it.
         """
         if worker.is_watched or not worker.groups:
             return

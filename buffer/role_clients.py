@@ -144,7 +144,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     def _has_continued(self, key: Key) -> bool:
-        """Return whether the worker continues the prefix of its lease. Returns True if the lease has no prefix."""
+        """Return False if the worker did not take the prefix of its lease, or if the prefix is lost; otherwise True."""
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:

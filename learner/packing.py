@@ -232,7 +232,10 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return the number of leading tokens that other sequences can share: those before the first predicting token."""
+    """Return the number of leading tokens that other sequences can share.
+
+    These are the tokens before the token whose output predicts the first token in the loss.
+    """
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 

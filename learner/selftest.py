@@ -106,7 +106,10 @@ class SelfTest:
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
 
     def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
-        """Put random images into the first three sequences. Return a pair: the images, and image columns by name."""
+        """Put random images into the first three sequences.
+
+        Return the images, and a dict that maps `IMAGE_ROWS` and `POSITIONS` to one array per sequence.
+        """
         processor = PixelFormat.of(load_processor(self._name))
         size = processor.merge_size
 

@@ -444,7 +444,9 @@ class RolloutFleetConfig:
             if len(set(names)) < len(names):
                 raise ValueError(f"rollout_fleet.{where} must have different names, got {names}; rename a function")
             if not entries and where != "rewards":
-                raise ValueError(f"rollout_fleet.{where} must name a reward, got none; remove this data source")
+                raise ValueError(
+                    f"rollout_fleet.{where} must name a reward, got none; name a reward, or remove this data source"
+                )
         labels = [reward_label(name) for name in self.reward_names]
         if len(set(labels)) < len(labels):
             raise ValueError(

@@ -115,7 +115,7 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the slice of the group's tokens with the response of a trajectory; None if it cannot be a demonstration.
+    """Return the slice that selects the response of the trajectory at ``index`` from the group's tokens.
 
     The result is None if the response is empty, has several turns, or was cut off at the length limit. It is also None
     if the trajectory is a greedy rollout, because the learner does not train on greedy rollouts.

@@ -159,7 +159,8 @@ async def _until_done_or_stopped(
         if not isinstance(fault, asyncio.CancelledError):
             last_words = last_words_of(fault)
             report_fault(last_words)
-            if isinstance(fault, ClusterDiedError):  # end at once, before Ray ends this process
+            # If Ray's control service dies, Ray ends this process some seconds later, so exit now with the message.
+            if isinstance(fault, ClusterDiedError):
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 

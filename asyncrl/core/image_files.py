@@ -105,7 +105,10 @@ def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | 
 
 
 def _path_in(source: str) -> Path | None:
-    """Return the path in ``source``, a path or a ``file://`` URL. Returns None if there is no such file."""
+    """Return the path of the file that ``source`` names; None if there is no such file.
+
+    ``source`` is a path or a ``file://`` URL.
+    """
     path = source.removeprefix("file://")
     if len(path) > 4096 or path.startswith("data:"):
         return None
@@ -271,8 +274,8 @@ def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, 
     needed = sum(image.num_tokens for image in images)
     if len(places) != needed:
         raise ValueError(
-            f"{where}: {len(images)} images need {needed} placeholder tokens (id {token_id}), got {len(places)}; text "
-            "must not contain the placeholder token"
+            f"{where}: {len(images)} images need {needed} placeholder tokens (id {token_id}), got {len(places)}; if "
+            "the text contains the placeholder token, remove this token from the text"
         )
     placed, done = [], 0
     for image in images:

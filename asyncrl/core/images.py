@@ -159,8 +159,8 @@ class GroupImages:
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
         """Return the images in a sequence of T tokens, each with the index of the image's first token in the sequence.
 
-        ``image_rows``: [T] int32. The value of a placeholder token is the index of the token's merged feature among the
-        features of all images of the group. The value of a text token is -1.
+        ``image_rows``: [T] int32. For a placeholder token, the entry is the row of the token's feature in the matrix of
+        all features of the group (`first_rows`). For a text token, the entry is -1.
         """
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])

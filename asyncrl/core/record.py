@@ -125,11 +125,11 @@ class LevelName(StrEnum):
 
     # The counts from ``capacity`` to ``parked`` are numbers of samples, and are recorded per engine.
     # ``capacity`` is the limit on the samples that the worker gives to the engine at the same time.
-    # The limit includes the samples in ``running`` and ``parked``, and the single-turn samples in ``tail``.
-    # The number of these samples can exceed the limit: after the limit is lowered, or if many environments request
-    # turns together. The limit does not include samples in ``settling``, ``tool`` and ``environment``, or multi-turn
-    # episodes in ``tail``. The recorded numbers of these other samples can be too small: they are reduced until their
-    # sum is at most the unused capacity.
+    # Samples in ``running`` and ``parked`` count against ``capacity``, and so do single-turn samples in ``tail``.
+    # These samples can exceed ``capacity`` after it is lowered, or if many environments request turns together.
+    # Samples in ``settling``, ``tool`` and ``environment`` do not count against ``capacity``.
+    # Episodes of several turns in ``tail`` do not count against ``capacity`` either.
+    # The counts of samples outside ``capacity`` are reduced until their sum is at most the unused capacity.
     capacity = "capacity"  # the largest number of samples that the worker currently gives to the engine
     running = "running"  # number of requests that the engine has not answered yet; each request samples one turn
     tail = "tail"  # number of finished samples whose group has unfinished samples

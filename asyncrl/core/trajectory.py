@@ -322,8 +322,7 @@ class TrajectoryGroup:
     @property
     def policy_versions(self) -> np.ndarray:
         """Policy version of each sampled token, [n] int32, without the tokens of ReMax's greedy answer."""
-        # Append False for the prompt's turn, which is not left out. Its trajectory index is -1 (`SHARED`), and this
-        # index selects the last value of the array.
+        # The prompt's turn has the trajectory index -1 (`SHARED`), which selects the appended value False.
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]

@@ -84,7 +84,7 @@ def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
     learned[:1] = False  # exclude the first token, because the model cannot predict it
     if not learned.any():
-        raise ValueError(f"{where}: a token after the first one must be in the loss, got none; remove the row")
+        raise ValueError(f"{where}: the loss must include a token after the first token, got none; remove the row")
     return Demonstration(token_ids=token_ids, learned=learned, where=where)
 
 

@@ -236,9 +236,9 @@ class PromptStream:
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any], **options: str) -> None:
-    """Raise `ValueError` if the saved state and the current state have different values under a key of ``options``.
+    """Compare the states ``saved`` and ``now`` at some keys. Raise `ValueError` if the values at a key differ.
 
-    For the error message, ``options`` maps each key to the name of the option that sets the key's value.
+    Each keyword in ``options`` is one of these keys. The value of the keyword names the key in the error message.
     """
     for key, option in options.items():
         before, current = (values.get(key, UNIFORM) for values in (saved, now))

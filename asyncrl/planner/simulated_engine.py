@@ -303,7 +303,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # change the number, because a timer with an old number does nothing
+        self._timer += 1  # this disables the earlier timer, because a timer with an old number does nothing
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -379,7 +379,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # change the number, because a timer with an old number does nothing
+        self._timer += 1  # this disables the earlier timer, because a timer with an old number does nothing
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))

@@ -228,8 +228,11 @@ def audit(lives: Sequence[Life]) -> Audit:
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
     """Find missing steps, and groups whose uses are wrong. A use is a step that trained on the group.
 
-    The uses of a group are wrong if a group has more than ``max_uses`` uses, if a ``planned`` receipt has a wrong
-    number of earlier uses, or if two uses of a group have different attempts or digests.
+    The uses of a group are wrong in each of these cases:
+
+    - The group has more than ``max_uses`` uses.
+    - The field ``use`` of the group in a ``planned`` receipt is not the number of the group's earlier uses.
+    - Two uses of the group have different attempts or digests.
     """
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]

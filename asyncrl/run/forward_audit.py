@@ -30,7 +30,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A sample of `learner.trajectory_log`. The process ``life`` trained on the sample in learner step ``step``."""
+    """A sample of `learner.trajectory_log`.
+
+    ``life`` is the ``asyncrl train`` process that trained on the sample. ``step`` is the number of the learner step.
+    """
 
     life: Life
     step: int

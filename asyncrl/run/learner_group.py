@@ -330,12 +330,12 @@ class LearnerGroup:
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the call that computes one kind of scores: ``column``, such as ``values``.
+        """Queue the call that computes the scores named ``column``. An example of ``column`` is ``values``.
 
         The steps of actor and critic read the scores. If each process of these roles computes the scores of its own
-        batch (`RoleGroups.keeps_scores_for`), no process sends scores. In this case, the steps do not await the queued
-        call. So this method appends the call to the list ``unsent``. `step` awaits all calls in this list, and raises
-        their errors.
+        batch (`RoleGroups.keeps_scores_for`), the call does not return the scores, and the steps do not await the call.
+        So this method appends the call to the list ``unsent``. `step` awaits all calls in this list, and raises their
+        errors.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)

@@ -256,7 +256,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the buffer's keys to the nodes at ``addresses`` (None: all nodes) that do not have these keys yet."""
+        """Send the buffer's key files to the nodes at ``addresses`` (None: all nodes) that lack one of these files."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))

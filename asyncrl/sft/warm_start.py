@@ -234,7 +234,7 @@ async def warm_start(
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
     """Lock the policy's path, so that only one run at a time makes the policy. Yields a function that reports progress.
 
-    Each report of progress sets the modification time of the lock file. Runs that wait for the lock read this time.
+    Each report of progress sets the modification time of the lock file. Waiting runs check this modification time.
 
     Raises:
         DeadlineError: the run with the lock reported no progress for ``timeout_s`` seconds.

@@ -188,7 +188,7 @@ class Encoder:
         return msgpack.ExtType(_EXT_FOREIGN, b"")
 
     def array(self, array: np.ndarray) -> Any:
-        """Return the entry for an array in the message's header, and append the array's memory to ``buffers``.
+        """Return the header entry that describes ``array``, and append the array's memory to ``buffers``.
 
         If the array has Python objects or strings of variable length, the entry has the items, and no memory is
         appended. An object that occurs several times in the array is encoded once. Return None if the dtype is not
@@ -213,7 +213,7 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Return the entry for a dict of tensors in the message's header. Append the tensors' memory to ``buffers``.
+        """Return the header entry that describes the dict ``tensors``, and append the tensors' memory to ``buffers``.
 
         The entry is one flat list, because decoding nested lists takes longer.
         """
@@ -221,15 +221,14 @@ class Encoder:
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            # msgpack later calls `hook` for each of these tensors. `hook` handles the unsupported tensors.
-            return tensors
+            return tensors  # msgpack then calls `hook` for each tensor of the dict
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """Return the entry for a tensor in the message's header, and append the tensor's memory to ``buffers``.
+        """Return the header entry that describes the tensor ``value``, and append the tensor's memory to ``buffers``.
 
         Return None if the value is not a tensor. If the codec does not support the tensor, return None if ``foreign``
         is a list, else raise `Unsupported`.
@@ -561,7 +560,7 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
 def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
     """Check a shape from a message's header, and return it as a tuple.
 
-    Raises `WireError` if the shape is invalid, or if an array of this shape does not have as many items as ``items``.
+    Raises `WireError` if the shape is invalid, or if ``items`` is not a list with as many items as the shape requires.
     """
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):

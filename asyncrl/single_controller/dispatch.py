@@ -262,7 +262,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return the names of all members, in the order of their registration."""
+        """Return the names of all members of this enumeration, in the order of their registration."""
         return [member.name for member in cls]
 
     def __reduce__(self) -> tuple[Any, ...]:

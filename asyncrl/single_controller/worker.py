@@ -52,7 +52,10 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Redirect output to the worker's log before the constructor runs. Keep stop signals blocked if they are so."""
+        """Redirect output to the worker's log before the constructor runs.
+
+        If SIGTERM is blocked in this process, keep SIGINT and SIGTERM blocked.
+        """
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -179,8 +182,8 @@ class Worker(WorkerHelper):
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(
-                f"mesh {mesh_name!r} cannot get the dp rank of another worker, because that worker registered no mesh; "
-                "register a mesh of that worker first"
+                f"this worker cannot join mesh {mesh_name!r} with the dp rank of another worker, because the other "
+                "worker has registered no mesh; first register a mesh in the other worker"
             )
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
         self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)

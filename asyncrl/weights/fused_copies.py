@@ -258,8 +258,8 @@ class LoadObserver:
     def computed(self, arguments: Any) -> None:
         """Record an operation of the loader that is neither a view nor a write, such as an addition.
 
-        ``arguments`` are the arguments of the operation, possibly nested. `copies` leaves out the parameters and the
-        published tensors in ``arguments``, because the loader does more than copy these tensors.
+        ``arguments`` are the arguments of the operation, possibly nested. The loader does more than copy the parameters
+        and published tensors in ``arguments``. So the result of the method `copies` does not include these tensors.
         """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):

@@ -171,7 +171,9 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
 
 
 class FileWeights:
-    """Delivers the tensors of an offered version from memory-mapped files, without the frozen weights of an adapter.
+    """Delivers the tensors of an offered version from memory-mapped files.
+
+    If the version is an adapter, the frozen weights of the base model are not delivered.
 
     If ``device`` is None, the tensors are views of the files, and `copy` and `verify` check the bytes of the files.
     Otherwise the tensors are copies on the device. `verify` checks the copies by digests that the device computes.

@@ -306,7 +306,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # end the wait of these members for the failed round
+                        for member, _, _ in broken.pending:  # tell the waiting members that this round is over
                             send_message(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]

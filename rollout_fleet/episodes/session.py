@@ -246,8 +246,8 @@ class Session:
     """Answers the requests of one episode's environment, and keeps the episode's conversations.
 
     Attributes:
-        overflow: Error message of the latest request for messages or a text, if the episode had no room for the answer
-            (`EpisodeOverflow`); otherwise empty.
+        overflow: Error message of the latest chat or text request, if the request failed because the budget of turns,
+            tokens or context was used up (`EpisodeOverflow`); otherwise empty.
 
     Args:
         sampling: The run's sampling options.

@@ -19,7 +19,7 @@ from tests.support.ledgers import ledger, summary_of
         ({}, 5, 5, True),
         ({6: 7}, 5, 5, True),
         ({6: 8}, 5, 5, False),
-        # no open group is due by version 5, so step 5 can still take a group of version 4
+        # no open group has the deadline 5, so step 5 can still take a new group from an engine at version 4
         ({6: 4}, 5, 4, True),
         ({5: 3, 6: 4}, 5, 4, True),
         ({5: 4}, 5, 4, False),
