@@ -134,5 +134,6 @@ def read_options(run_dir: Path, *names: str) -> dict[str, Any]:
             reduce(getitem, name.split("."), options)
         return options
     raise ValueError(
-        f"{path} must hold the options of the run as YAML, with {', '.join(names)}, got {got}; restore it from a copy"
+        f"{path} must hold the options of the run as YAML, with {', '.join(names)}, got {got}; "
+        "restore the file from a copy"
     )

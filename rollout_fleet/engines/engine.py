@@ -568,7 +568,9 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
         try:
             fast = Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library `tokenizers` raises only plain `Exception`
-            raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
+            raise ValueError(
+                f"{tokenizer_file} must be a tokenizer, got {error}; restore the file from a copy"
+            ) from error
         return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer
 

@@ -100,7 +100,7 @@ def test_a_negative_number_of_prompts_is_refused(data, capsys):
         (["numeric", "DATA", "--answers", "nowhere"], "nowhere"),
         (["numeric", "DATA", "data.ground_truth_key=''"], "name the column of the responses with --answers"),
         (["numeric", "missing.jsonl"], "missing.jsonl"),
-        (["numeric", "DATA", "--samples", "no_run"], "no config.yaml"),
+        (["numeric", "DATA", "--samples", "no_run"], "without config.yaml"),
         (["numeric", "DATA", "--samples", "no_run", "seed=1"], "leave them out"),
     ],
 )

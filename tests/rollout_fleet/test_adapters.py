@@ -300,8 +300,8 @@ async def test_the_text_of_a_prompt_with_images_is_the_standard_input_of_a_progr
         ("bad file", FailureKind.reward, "ASYNCRL_OUTCOME must hold JSON, got 'half'"),
         ("bad bytes", FailureKind.reward, "ASYNCRL_OUTCOME must hold JSON, got '\ufffd'"),
         ("deep", FailureKind.reward, r"ASYNCRL_OUTCOME must hold JSON, got '\[\["),
-        ("pipe", FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON"),
-        ("folder", FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON"),
+        ("pipe", FailureKind.reward, "ASYNCRL_OUTCOME must be a regular file with JSON"),
+        ("folder", FailureKind.reward, "ASYNCRL_OUTCOME must be a regular file with JSON"),
     ],
 )
 async def test_a_failed_program_fails_the_episode_with_its_last_output(tmp_path, mode, kind, words):

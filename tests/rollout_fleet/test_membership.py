@@ -111,7 +111,7 @@ def test_a_command_reports_that_the_cluster_died_before_it_answered():
             for process in family:
                 if process.is_running():
                     process.kill()
-    assert errors.splitlines()[-1] == f"error: run {address} ended before it answered"
+    assert f"error: run {address} ended before it answered" in errors.splitlines(), errors  # Ray may write later lines
     assert asking.returncode == 2
 
 
