@@ -331,7 +331,7 @@ def test_the_report_refuses_a_damaged_configuration_and_names_it(tmp_path, text)
     record_run(tmp_path)
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(
-        ValueError, match=rf"^{tmp_path}/config\.yaml must hold the options of the run.*restore it"
+        ValueError, match=rf"^{tmp_path}/config\.yaml must hold the options of the run.*restore the file"
     ) as got:
         write_report(tmp_path)
     assert "\n" not in str(got.value)
