@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 from .commands import GrantedLease
@@ -113,7 +113,9 @@ class WorkerPaces:
         self._num_changes: Counter[int] = Counter()
         self._num_saved: dict[int, int] = {}
         self._kept: dict[bytes, list[RunningGroup]] = {}
+        self._kept_untils: deque[float] = deque()
         self._on_the_way: dict[int, RunningGroup] = {}
+        self._takers: list[tuple[float, int, int]] = []
         self._longest_s = self._longest_before_s = 0.0
         self._num_ended = self._longest_tokens = 0
 
@@ -170,6 +172,7 @@ class WorkerPaces:
         worker = self._workers[running.worker]
         if num_tokens is None and running.taker:
             self._on_the_way[group_id] = running
+            heappush(self._takers, (self.usual_pace(running.taker, now), group_id, attempt))
         else:
             worker.since, worker.slowdown = now, 1.0
         num_written = running.num_saved if num_tokens is None else num_tokens
@@ -252,10 +255,9 @@ class WorkerPaces:
 
         At this time, `look` checks a worker, or a worker stops keeping capacity free for a group that it takes over.
         """
-        kept = [*chain.from_iterable(self._kept.values()), *self._on_the_way.values()]
-        moments = [group.kept_until for group in kept if group.kept_until > now]
-        if self._looks:
-            moments.append(self._looks[0][0])
+        while self._kept_untils and self._kept_untils[0] <= now:
+            self._kept_untils.popleft()
+        moments = [*islice(self._kept_untils, 1), *(when for when, _ in self._looks[:1])]
         return min(moments, default=None)
 
     def usual_pace(self, name: bytes, now: float) -> float:
@@ -303,6 +305,7 @@ class WorkerPaces:
         running.taker, running.kept_until = taker, now + _PLACE_KEPT_S
         self._num_changes[running.group_id] += 1
         self._kept.setdefault(taker, []).append(running)
+        self._kept_untils.append(running.kept_until)
 
     def pace_of_takers(self, now: float) -> float:
         """Return the median seconds per token of the fastest waiting taker, or infinity if no taker waits.
@@ -311,8 +314,13 @@ class WorkerPaces:
         no lease yet. A worker that is slow compared with the result must get no lease, because the lease could be for
         that group.
         """
-        self._on_the_way = {key: group for key, group in self._on_the_way.items() if group.kept_until > now}
-        return min((self.usual_pace(group.taker, now) for group in self._on_the_way.values()), default=math.inf)
+        while self._takers:
+            pace, group_id, attempt = self._takers[0]
+            group = self._on_the_way.get(group_id)
+            if group is not None and group.attempt == attempt and now < group.kept_until:
+                return pace
+            heappop(self._takers)
+        return math.inf
 
     def num_kept(self, name: bytes, now: float) -> int:
         """Return the number of groups that a worker will take over. The worker keeps capacity free for these groups."""

@@ -319,13 +319,18 @@ def test_the_time_of_a_call_does_not_grow_with_the_number_of_workers_and_groups(
                 of.ended(number, round_number, 10.0 * round_number + 1 + (number % 2) * 8, num_tokens=100)
         for number in range(8 * num_workers):
             of.granted(lease(number, b"%d" % (number % num_workers), attempt=3), 40.0)
+        for number in range(2 * num_workers):  # half of these groups are queued, and half are still on the slow workers
+            group = of.first_on_offer()
+            of.take_over(group, b"%d" % (2 * number % num_workers), 40.0)
+            if number % 2:
+                of.ended(group.group_id, 3, 40.0)
         began_s = time.process_time()
         for _ in range(200):
             group = of.first_on_offer()
             of.take_over(group, b"0", 40.0)
             of.ended(group.group_id, 3, 40.0)
             of.next_look(40.0)
-            of.num_kept(b"0", 40.0)
+            of.pace_of_takers(40.0)
         return time.process_time() - began_s
 
     assert seconds(4000) < 5 * seconds(100) + 0.02
