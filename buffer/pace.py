@@ -10,8 +10,7 @@ A faster worker that has capacity for another group takes over a slow worker's g
 - The next plan waits for that group, and a new prompt would be due later.
 
 A group changes workers at most twice. A slow worker still gets new groups, except while a group that was handed over
-waits in the queue for its taker. Each call takes O(log n) time for n groups
-and workers.
+waits in the queue for its taker. Each call takes O(log n) time for n groups and workers.
 """
 
 import math
