@@ -137,7 +137,7 @@ def main(overrides: list[str]) -> None:
     folder = Path(run.output_dir, "ppo_single_controller", time.strftime("%Y%m%d-%H%M%S")).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     policy = asyncio.run(warm_start(run, overrides, folder / "sft.log", print))
-    ray.init(num_cpus=run.learner.num_ranks, include_dashboard=False, runtime_env=own_python())
+    ray.init("local", num_cpus=run.learner.num_ranks, include_dashboard=False, runtime_env=own_python())
     trainer = PPOTrainer(run, str(policy), str(folder))
     trainer.fit(lambda step, metrics: print(f"step {step}: {metrics}", flush=True))
     trainer.stop()

@@ -90,6 +90,7 @@ class FleetMember:
         self.rank = rank
         self.member = Member(f"rollout worker {rank}", member_faults(fleet))
         note_member(self.member, f"engine-{rank}/worker")
+        self._record_state, self.member.on_enter = self.member.on_enter, self._on_enter
         self._parts = parts
         self._call = partial(parts.places.execute_rank_async, rank)
         self._fleet = fleet
@@ -98,7 +99,7 @@ class FleetMember:
         self._declared: asyncio.Queue[Exception] = asyncio.Queue()
         self._died_s = math.nan
         self._keeping: asyncio.Task[None] | None = None
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._has_served = False
         self._answer_s = config.buffer.request_timeout_s
         self._start_s = fleet.start_timeout_s + START_MARGIN_S
@@ -161,7 +162,7 @@ class FleetMember:
             await asyncio.to_thread(self._parts.places.close, self.rank)
             raise
         self._keeping = asyncio.create_task(self._keep())
-        await self._notify()
+        self._notify()
         return found
 
     async def run(self) -> None:
@@ -245,7 +246,7 @@ class FleetMember:
             return
         await asyncio.to_thread(self._parts.places.close, self.rank)
         self._may_use_device = False
-        await self._notify()
+        self._notify()
 
     async def drain(self) -> FleetCounters:
         """End `run`, and give all groups of the worker back to the buffer. Returns the final counters.
@@ -273,7 +274,6 @@ class FleetMember:
         """
         member, epoch = self.member, self.member.epoch
         member.drain()
-        await self._notify()
         if member.state is MemberState.draining:
             leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
             try:
@@ -290,7 +290,7 @@ class FleetMember:
         await self._end_worker(missed(f"{member.name} did not leave in time"))
         await asyncio.to_thread(self._parts.places.close, self.rank)
         self._has_process = False
-        await self._notify()
+        self._notify()
 
     async def stop(self) -> None:
         """End the worker, and do not restart it."""
@@ -348,23 +348,27 @@ class FleetMember:
             self._failure = error
             if self._shares_device:
                 await self._free_device()
-            await self._notify()
+            self._notify()
 
-    async def _notify(self) -> None:
+    def _on_enter(self, state: MemberState, epoch: int) -> None:
+        self._record_state(state, epoch)
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake every `_until`. Each new state of the member calls this method."""
         self._parts.on_change()
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def _until(self, is_true: Callable[[Member], bool]) -> None:
-        """Wait until ``is_true`` returns True for the member. `_notify` wakes this call."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: is_true(self.member))
+        """Wait until ``is_true`` returns True for the member."""
+        while not is_true(self.member):
+            await self._changed.wait()
 
     async def _declare(self, epoch: int, error: Exception) -> None:
         """Report ``error`` to `watch`, but only if the member's number of faults is still ``epoch``."""
         if self._keeping is not None and self.member.fault(epoch, time.monotonic()):
             self._declared.put_nowait(error)
-            await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
         """Await a call to the worker, and return the answer as a 1-tuple. Return None if the worker or the call fails.
@@ -409,7 +413,6 @@ class FleetMember:
         member.fault(member.epoch, time.monotonic())
         self._declared = asyncio.Queue()
         self._died_s = time.monotonic() if math.isnan(self._died_s) else self._died_s
-        await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
         self._parts.say(words.partition("\n")[0])  # show only the first line: the other lines quote the worker's log
@@ -426,7 +429,7 @@ class FleetMember:
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
         self._died_s = math.nan
-        await self._notify()
+        self._notify()
 
     async def _end_worker(self, failure: Exception) -> None:
         """Stop the worker and take its final counters. If the worker does not answer, declare it dead in the buffer."""
@@ -480,7 +483,6 @@ class FleetMember:
 
     async def _place(self, wanted: str, timeout_s: float) -> str:
         self.member.unplaced(self.member.epoch)
-        await self._notify()
         placing = asyncio.ensure_future(self._parts.places.node_of(self.rank, wanted))
         try:
             await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))

@@ -361,7 +361,8 @@ async def test_a_dead_engine_does_not_prevent_the_release_of_the_device(training
     assert workers.calls[-2:] == [(0, "release_device"), (1, "release_device")]
 
 
-async def test_the_learner_waits_until_a_starting_engine_has_released_the_device(training_on):
+@pytest.mark.parametrize("has_weights", [True, False], ids=["with weights", "waits for the weights of new ranks"])
+async def test_the_learner_waits_until_a_starting_engine_has_released_the_device(training_on, has_weights):
     workers = Workers()
     fleet, _ = await training_on(workers, "placement.colocated=true")
     starts = asyncio.Event()
@@ -370,7 +371,12 @@ async def test_the_learner_waits_until_a_starting_engine_has_released_the_device
         await starts.wait()
         return f"worker-{rank}-1"
 
+    async def never(rank, *_):
+        await asyncio.Event().wait()
+
     workers.start, workers.takes_s = start, 1.0
+    if not has_weights:
+        workers.load_first = never
     workers.die(1, WorkerDiedError("killed"))
     await asyncio.sleep(10)
     releasing = asyncio.create_task(fleet.release_device())
