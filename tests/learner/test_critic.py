@@ -187,7 +187,7 @@ def test_the_clipped_value_loss_has_golden_numbers():
     loss, clipped = value_loss(values, old, returns, clip=0.2)
     # The loss uses the larger of two squared errors: the error of the value, and the error of the clipped value.
     # It uses the clipped first value, because (1 - 2)² is less than (0.2 - 2)². Values 2 and 3 are inside the bounds.
-    # It uses the last value without clipping, because (-3 - 1)² is more than (-0.2 - 1)².
+    # The loss uses the last value without clipping, because (-3 - 1)² is more than (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
     assert clipped.tolist() == [True, False, False, False]
     loss.sum().backward()
